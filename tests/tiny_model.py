@@ -39,7 +39,7 @@ def make_tiny_llama(
     intermediate: int = 128,
     rope_scaling: dict[str, object] | None = None,
 ) -> Path:
-    """Write the model into `folder` (made if absent) and return it. Weights are fp32, drawn from `seed` alone.
+    """Write the model into `folder` (made if absent) and return it. Weights: fp32, drawn from `seed`.
 
     Ids 0..3 are BOS, EOS, PAD and <|im_start|>; 4..259 the bytes; the rest are two-letter merges.
     """
