@@ -1,0 +1,1 @@
+"""Prefill/decode-disaggregated serving: a KV page comes back only on proof."""

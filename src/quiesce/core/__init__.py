@@ -1,0 +1,1 @@
+"""The safety core: pure Python, events in, actions out; no I/O, no clock, no threads, no torch."""

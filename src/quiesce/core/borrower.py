@@ -1,0 +1,502 @@
+"""A transfer as seen by the rank that posts (protocol, section 4).
+
+`Borrower` holds every (transfer, lender rank) that one prefill rank was offered. What it must never do is say
+DRAINED while anything it posted may still land; what it must never forget is what it posted. Read `TABLE` first.
+
+Order within a post: count up, read the stop flag, post. Order of an outcome: taint, count down, look whether to
+answer. One thread runs this machine, so "in this order" is the order of the lines.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from quiesce.core.ledger import Ledger
+from quiesce.core.machine import Action, Arm, Fired, Heard, Opened, Post, Send, Stopped, Timer, TryDrain
+from quiesce.core.messages import (
+    Abort,
+    Accept,
+    Ack,
+    Busy,
+    Done,
+    Drained,
+    Failed,
+    FirstToken,
+    HandOff,
+    Leg,
+    NeverStarted,
+    Offer,
+    Ping,
+    Refused,
+    Tainted,
+    TransferId,
+)
+from quiesce.core.proofs import LeaseKey, Proof, ProofKind
+
+
+class State(Enum):
+    OPEN = "open"
+    CLOSING = "closing"
+    FAILED = "failed"
+    DONE = "done"
+    TAINTED = "tainted"
+    TOMBSTONE = "tombstone"
+
+
+class Outcome(Enum):
+    PLACED = "placed"
+    FAILED_CLEAN = "failed clean"
+    UNKNOWN = "unknown"  # an error, a timeout, an exception: an error is not a drain (guard A9)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Computed pages, in logical order: `source[i]` goes to page `first + i` of the grant."""
+
+    source: tuple[int, ...]
+    first: int
+
+
+@dataclass(slots=True)
+class Record:
+    leg: Leg
+    state: State = State.OPEN
+    offer: Offer | None = None  # None only for a tombstone left by an ABORT that overtook its OFFER
+    queue: deque[Chunk] = field(default_factory=deque)
+    count: int = 0  # posts made and not yet terminal: the only thing that speaks (guard A1)
+    tainted: bool = False
+    stop: bool = False
+    asked: bool = False  # an ABORT waits for its answer
+    lent: bool = False  # source pages are lent to our own posts
+    covered: bool = False  # the lender closed the id while we still count: forget at zero
+    posted: int = 0  # pages
+    complete: bool = False  # the last chunk has been handed in
+    tokens: int = 0
+    result: FirstToken | None = None
+    digest: bytes | None = None
+    answer: HandOff | None = None  # what a repeated OFFER or a REPEAT timer says again
+    acked: bool = False
+    repeats: int = 0
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkReady:
+    """The compute that fills these pages has finished (guard L1)."""
+
+    leg: Leg
+    chunk: Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """That was the last chunk. `result` on the designated rank only (guard L6)."""
+
+    leg: Leg
+    tokens: int
+    result: FirstToken | None
+    digest: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PostEnded:
+    leg: Leg
+    number: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A local failure: pairing, compute, deadline, router cancel. Reaches every lender rank (guard N7)."""
+
+    leg: Leg
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainSaid:
+    leg: Leg
+    proven: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LenderUp:
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class LenderGone:
+    """The lender's process is dead or replaced: as on ABORT, unanswered."""
+
+    epoch: int
+
+
+Event = Heard | Fired | ChunkReady | Complete | PostEnded | Fault | DrainSaid | LenderUp | LenderGone
+
+
+class Borrower:
+    """`sources` is this engine's own ledger: pages under a pending post are lent to it (guard H14)."""
+
+    def __init__(
+        self, epoch: int, sources: Ledger, *, rank: int = 0, window: int = 4, max_records: int = 4096
+    ) -> None:
+        self.epoch = epoch
+        self.rank = rank
+        self.sources = sources
+        self.window = window
+        self.max_records = max_records
+        self.records: dict[TransferId, dict[int, Record]] = {}  # by transfer, then by lender rank
+        self.lenders: set[int] = set()
+        self.known = 0
+        self.stale = 0
+        self.taints = 0
+        self.ended: Counter[str] = Counter()
+        self._posts = 0
+        # (lender epoch, rank) -> (counter, high, open seqs): every other seq up to high is closed for ever
+        self._closed: dict[tuple[int, int], tuple[int, int, frozenset[int]]] = {}
+
+    def record(self, leg: Leg) -> Record | None:
+        return self.records.get(leg.tid, {}).get(leg.d_rank)
+
+    def all_records(self) -> Iterator[Record]:
+        for legs in self.records.values():
+            yield from legs.values()
+
+    # ------------------------------------------------------------ in
+
+    def on(self, event: Event) -> list[Action]:
+        if isinstance(event, Heard):
+            return self._heard(event)
+        if isinstance(event, LenderUp):
+            self.lenders.add(event.epoch)
+            return []
+        if isinstance(event, LenderGone):
+            return self._lender_gone(event)
+        leg = event.about if isinstance(event, Fired) else event.leg
+        record = self.record(leg) if isinstance(leg, Leg) else None
+        if record is None or record.leg != leg:
+            self.stale += 1  # another epoch's chunk, outcome or timer (guard A13)
+            return []
+        if isinstance(event, PostEnded):
+            return self._post_ended(record, event)
+        row = TABLE.get((record.state, event.timer if isinstance(event, Fired) else type(event)))
+        return [] if row is None else row(self, record, event)
+
+    def _heard(self, event: Heard) -> list[Action]:
+        message, speaker = event.message, event.speaker
+        if isinstance(message, Ping):
+            return self._closed_set(message) if message.epoch == speaker else self._drop()
+        leg = message.leg
+        if leg.tid.epoch != speaker or leg.p_rank != self.rank:
+            return self._drop()
+        if leg.p_epoch != self.epoch:
+            # Said to our predecessor. We know nothing of what it posted, and say so.
+            return [Send(speaker, Refused(leg, "wrong epoch"))] if isinstance(message, Offer) else self._drop()
+        record = self.record(leg)
+        if record is None:
+            return self._unknown(message)
+        row = TABLE.get((record.state, type(message)))
+        return self._drop() if row is None else row(self, record, message)
+
+    def _drop(self) -> list[Action]:
+        self.stale += 1
+        return []
+
+    def _unknown(self, message: HandOff) -> list[Action]:
+        leg = message.leg
+        to = leg.tid.epoch
+        if isinstance(message, Offer):
+            if to not in self.lenders:
+                return [Send(to, Refused(leg, "unknown epoch"))]
+            if self._is_closed(leg):
+                return [Send(to, Refused(leg, "closed"))]
+            if self.known >= self.max_records:
+                return [Send(to, Refused(leg, "full"))]  # evict nothing (guard D7)
+            ahead = sum(1 for other in self.all_records() if other.state is State.OPEN)
+            self._store(Record(leg, offer=message, answer=Accept(leg, ahead)))
+            return [Send(to, Accept(leg, ahead)), Opened(leg)]
+        if isinstance(message, Abort):
+            if self._is_closed(leg):
+                return [Send(to, Drained(leg))]
+            # Tombstone first, then the answer: the OFFER that this ABORT overtook must find it (guard N5).
+            self._store(Record(leg, State.TOMBSTONE, stop=True))
+            self.ended["never_started"] += 1
+            return [Send(to, NeverStarted(leg))]
+        return self._drop()
+
+    def _store(self, record: Record) -> None:
+        self.records.setdefault(record.leg.tid, {})[record.leg.d_rank] = record
+        self.known += 1
+
+    # ------------------------------------------------------------ posting
+
+    def _chunk(self, record: Record, event: ChunkReady) -> list[Action]:
+        assert record.offer is not None
+        chunk, granted = event.chunk, len(record.offer.grant.pages)
+        if chunk.first != record.posted + sum(len(c.source) for c in record.queue):
+            return self._fail(record, f"chunk starts at page {chunk.first}: a gap or an overlap")
+        if chunk.first + len(chunk.source) > granted:
+            return self._fail(record, f"{chunk.first + len(chunk.source)} pages computed, {granted} granted")
+        record.queue.append(chunk)
+        return self._pump(record)
+
+    def _pump(self, record: Record) -> list[Action]:
+        """Posts what the window allows. Before each single post: count up, read the stop flag, post (guard A2)."""
+        actions: list[Action] = []
+        while record.queue and record.count < self.window:
+            record.count += 1
+            if record.stop:
+                record.count -= 1
+                record.queue.clear()
+                break
+            actions.append(self._post(record, record.queue.popleft()))
+        return actions
+
+    def _post(self, record: Record, chunk: Chunk) -> Post:
+        assert record.offer is not None
+        if not record.lent:
+            self.sources.lend(LeaseKey.source(record.leg))
+            record.lent = True
+        self._posts += 1
+        grant = record.offer.grant
+        record.posted += len(chunk.source)
+        return Post(
+            leg=record.leg,
+            number=self._posts,
+            source=chunk.source,
+            destination=grant.pages[chunk.first : chunk.first + len(chunk.source)],
+            grant=grant,
+        )
+
+    def _complete(self, record: Record, event: Complete) -> list[Action]:
+        record.complete = True
+        record.tokens, record.result, record.digest = event.tokens, event.result, event.digest
+        return self._done_if_landed(record)
+
+    def _post_ended(self, record: Record, event: PostEnded) -> list[Action]:
+        actions: list[Action] = []
+        if event.outcome is Outcome.UNKNOWN:
+            record.tainted = True
+            self.taints += 1
+        assert record.count > 0, f"{record.leg}: an outcome without a post"
+        record.count -= 1
+        if record.state is State.OPEN:
+            if event.outcome is Outcome.PLACED:
+                actions += self._pump(record)
+                return actions + self._done_if_landed(record)
+            return self._fail(record, f"a transfer to decode ended {event.outcome.value}")
+        self._settle(record)
+        return self._answer_at_zero(record)
+
+    def _done_if_landed(self, record: Record) -> list[Action]:
+        """DONE cannot be said while anything is queued or posted (guard L3)."""
+        if record.state is not State.OPEN or not record.complete or record.count or record.queue:
+            return []
+        record.state = State.DONE
+        record.answer = Done(record.leg, record.posted, record.tokens, record.digest, record.result)
+        self.ended["done"] += 1
+        self._settle(record, ProofKind.COMPLETED)
+        return [*self._say(record), Stopped(record.leg, "done")]
+
+    # ------------------------------------------------------------ failing
+
+    def _fault(self, record: Record, event: Fault) -> list[Action]:
+        return self._fail(record, event.reason)
+
+    def _fail(self, record: Record, reason: str) -> list[Action]:
+        self._stop(record)
+        record.state = State.FAILED
+        record.answer = Failed(record.leg, reason)
+        self.ended["failed"] += 1
+        self._settle(record)
+        return [*self._say(record), Stopped(record.leg, reason)]
+
+    def _stop(self, record: Record) -> None:
+        record.stop = True
+        record.queue.clear()
+
+    def _say(self, record: Record) -> list[Action]:
+        """DONE and FAILED are repeated until their ACK."""
+        assert record.answer is not None
+        record.repeats = 0
+        return [Send(record.leg.tid.epoch, record.answer), Arm(Timer.REPEAT, record.leg)]
+
+    def _say_again(self, record: Record, event: Fired) -> list[Action]:
+        if record.acked or record.answer is None:
+            return []
+        record.repeats += 1
+        return [
+            Send(record.leg.tid.epoch, record.answer),
+            Arm(Timer.REPEAT, record.leg, record.repeats),
+        ]
+
+    # ------------------------------------------------------------ ABORT and its answer
+
+    def _abort(self, record: Record, message: Abort) -> list[Action]:
+        """Close, then answer. Registering the abort tries once itself (guard A3)."""
+        stopped: list[Action] = [Stopped(record.leg, message.reason)] if record.state is State.OPEN else []
+        self._stop(record)
+        record.asked = True
+        record.state = State.CLOSING
+        self._settle(record)
+        if record.count:
+            return [*stopped, Send(record.leg.tid.epoch, Busy(record.leg, record.count))]
+        return stopped + self._answer_at_zero(record)
+
+    def _abort_while_closing(self, record: Record, message: Abort) -> list[Action]:
+        record.asked = True
+        return [Send(record.leg.tid.epoch, Busy(record.leg, record.count))]
+
+    def _abort_when_done(self, record: Record, message: Abort) -> list[Action]:
+        record.state = State.TOMBSTONE
+        return [Send(record.leg.tid.epoch, Drained(record.leg))]
+
+    def _abort_when_tainted(self, record: Record, message: Abort) -> list[Action]:
+        record.asked = True
+        return [Send(record.leg.tid.epoch, Tainted(record.leg)), TryDrain(record.leg)]
+
+    def _answer_at_zero(self, record: Record) -> list[Action]:
+        """Whoever brings the count to zero answers (guard A3)."""
+        if record.count:
+            return []
+        if record.covered:
+            self._forget(record)
+            return []
+        if record.state is not State.CLOSING:
+            return []
+        if record.tainted:
+            record.state = State.TAINTED
+            return [Send(record.leg.tid.epoch, Tainted(record.leg)), TryDrain(record.leg)]
+        return self._drained(record)
+
+    def _drained(self, record: Record) -> list[Action]:
+        record.state = State.TOMBSTONE
+        self.ended["drained"] += 1
+        return [Send(record.leg.tid.epoch, Drained(record.leg))] if record.asked else []
+
+    def _drain_said(self, record: Record, event: DrainSaid) -> list[Action]:
+        """Only a drain proven on the connection that carried the lost post ends a taint (guard A15)."""
+        if not event.proven:
+            return []
+        record.tainted = False
+        self._settle(record)
+        return self._drained(record)
+
+    # ------------------------------------------------------------ repeats and acks
+
+    def _offer_again(self, record: Record, message: Offer) -> list[Action]:
+        """A known id, in any state: the current answer, never opened again."""
+        leg, to = record.leg, record.leg.tid.epoch
+        if record.state is State.CLOSING:
+            return [Send(to, Busy(leg, record.count))]
+        if record.state is State.TAINTED:
+            return [Send(to, Tainted(leg))]
+        if record.state is State.TOMBSTONE:
+            return [Send(to, Refused(leg, "ended"))]
+        assert record.answer is not None
+        return [Send(to, record.answer)]
+
+    def _ack_done(self, record: Record, message: Ack) -> list[Action]:
+        record.state = State.TOMBSTONE  # not forgotten: a late duplicate OFFER must find it (guard N5)
+        return []
+
+    def _ack_failed(self, record: Record, message: Ack) -> list[Action]:
+        record.acked = True  # stops repeating; count and taint stay until ABORT closes it
+        return []
+
+    def _abort_at_tombstone(self, record: Record, message: Abort) -> list[Action]:
+        return [Send(record.leg.tid.epoch, Drained(record.leg))]
+
+    # ------------------------------------------------------------ forgetting
+
+    def _is_closed(self, leg: Leg) -> bool:
+        _, high, open_seqs = self._closed.get((leg.tid.epoch, leg.d_rank), (0, 0, frozenset()))
+        return leg.tid.seq <= high and leg.tid.seq not in open_seqs
+
+    def _closed_set(self, ping: Ping) -> list[Action]:
+        """Speaks for that lender rank only. Only so may a record go, and only at count zero (guard N9)."""
+        key = (ping.epoch, ping.rank)
+        if ping.epoch not in self.lenders or ping.counter <= self._closed.get(key, (0, 0, frozenset()))[0]:
+            return self._drop()
+        self._closed[key] = (ping.counter, ping.high, frozenset(ping.open_seqs))
+        mine = [
+            record
+            for record in self.all_records()
+            if (record.leg.tid.epoch, record.leg.d_rank) == key and self._is_closed(record.leg)
+        ]
+        return self._close_unanswered(mine, "the lender closed the transfer")
+
+    def _lender_gone(self, event: LenderGone) -> list[Action]:
+        self.lenders.discard(event.epoch)
+        for key in [k for k in self._closed if k[0] == event.epoch]:
+            del self._closed[key]
+        mine = [record for record in self.all_records() if record.leg.tid.epoch == event.epoch]
+        return self._close_unanswered(mine, "the decode engine is gone")
+
+    def _close_unanswered(self, records: list[Record], reason: str) -> list[Action]:
+        actions: list[Action] = []
+        for record in records:
+            if record.state is State.OPEN:
+                actions.append(Stopped(record.leg, reason))
+            self._stop(record)
+            record.covered = True
+            record.answer = None
+            if record.state in (State.OPEN, State.FAILED, State.DONE):
+                record.state = State.CLOSING
+            self._settle(record)
+            if record.count == 0:
+                self._forget(record)
+        return actions
+
+    def _forget(self, record: Record) -> None:
+        """The lender has permitted it and nothing is counted: the record, its taint and its sources go."""
+        assert record.count == 0 and record.covered
+        record.tainted = False
+        self._settle(record)
+        legs = self.records[record.leg.tid]
+        del legs[record.leg.d_rank]
+        if not legs:
+            del self.records[record.leg.tid]
+        self.known -= 1
+
+    def _settle(self, record: Record, kind: ProofKind = ProofKind.DRAINED) -> None:
+        """Closes the source lease at count zero, and ends the owning once no leg of the transfer is open."""
+        tid = record.leg.tid
+        if record.lent and record.count == 0 and not record.tainted and record.state is not State.OPEN:
+            key = LeaseKey.source(record.leg)
+            self.sources.close(key, Proof.spoken(kind, key))
+            record.lent = False
+        if not any(leg.state is State.OPEN for leg in self.records[tid].values()):
+            self.sources.end(tid)
+
+
+Row = Callable[..., list[Action]]
+
+# (state, message type | event type | timer) -> what happens. No row: dropped and counted.
+TABLE: dict[tuple[State, object], Row] = {
+    (State.OPEN, Offer): Borrower._offer_again,
+    (State.OPEN, Abort): Borrower._abort,
+    (State.OPEN, ChunkReady): Borrower._chunk,
+    (State.OPEN, Complete): Borrower._complete,
+    (State.OPEN, Fault): Borrower._fault,
+    (State.CLOSING, Offer): Borrower._offer_again,
+    (State.CLOSING, Abort): Borrower._abort_while_closing,
+    (State.FAILED, Offer): Borrower._offer_again,
+    (State.FAILED, Abort): Borrower._abort,
+    (State.FAILED, Ack): Borrower._ack_failed,
+    (State.FAILED, Timer.REPEAT): Borrower._say_again,
+    (State.DONE, Offer): Borrower._offer_again,
+    (State.DONE, Abort): Borrower._abort_when_done,
+    (State.DONE, Ack): Borrower._ack_done,
+    (State.DONE, Timer.REPEAT): Borrower._say_again,
+    (State.TAINTED, Offer): Borrower._offer_again,
+    (State.TAINTED, Abort): Borrower._abort_when_tainted,
+    (State.TAINTED, DrainSaid): Borrower._drain_said,
+    (State.TOMBSTONE, Offer): Borrower._offer_again,
+    (State.TOMBSTONE, Abort): Borrower._abort_at_tombstone,
+}

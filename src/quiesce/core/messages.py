@@ -1,0 +1,348 @@
+"""The wire messages: one table, msgpack-encoded, nothing pickled.
+
+Three conversations share one encoding and one session layer:
+
+* sessions: two processes learn each other's epoch (`Hello`, `Welcome`, `Confirm`, `Ping`, `Pong`);
+* the hand-off between a decode rank D and a prefill rank P (`Offer` ... `Tainted`);
+* legs between the router and a worker (`Register`, `Start` ... `Ended`).
+
+Every hand-off message names (transfer id, D rank, P rank, P epoch). `OFFER`, `ACK` and `ABORT` name the P
+epoch they are *for*; answers name the P epoch that *speaks*.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+PROTOCOL_MIN = 1
+PROTOCOL_MAX = 1
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+    """Base of every wire message. The class name is the tag."""
+
+
+# ---------------------------------------------------------------- identity
+
+
+class TransferId(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """Minted by the decode engine before any address leaves it; never reused."""
+
+    epoch: int  # of the minting process: 64 random bits, drawn at start
+    seq: int
+
+    def __str__(self) -> str:
+        return f"{self.epoch:016x}.{self.seq}"
+
+
+class Leg(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """One (transfer, lender rank, borrower rank, borrower epoch): the address of every hand-off message."""
+
+    tid: TransferId
+    d_rank: int
+    p_rank: int
+    p_epoch: int
+
+    def __str__(self) -> str:
+        return f"{self.tid}/d{self.d_rank}/p{self.p_rank}@{self.p_epoch:016x}"
+
+
+class Fingerprint(msgspec.Struct, frozen=True):
+    """What two engines must agree on before a page of one means anything to the other."""
+
+    model: str
+    weights: str  # digest of the model's configuration and weight index
+    dtype: str
+    layout: str  # id of the page's byte order, e.g. "page-major/row"
+    page_size: int  # tokens
+    page_bytes: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    ranks: int = 1
+
+    def difference(self, other: Fingerprint) -> str | None:
+        """The first field that differs as `name: mine != theirs`, or None."""
+        for field in self.__struct_fields__:
+            mine, theirs = getattr(self, field), getattr(other, field)
+            if mine != theirs:
+                return f"{field}: {mine!r} != {theirs!r}"
+        return None
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What one worker can take. The effective limit of a pair is the minimum of both (guard D3)."""
+
+    context_length: int  # tokens of prompt + answer
+    pool_tokens: int
+    max_queued: int  # requests held by the worker, waiting ones included
+
+
+# ---------------------------------------------------------------- sessions
+
+
+class Hello(Message, frozen=True):
+    epoch: int
+    rank: int
+    challenge: int
+    version_min: int
+    version_max: int
+    fingerprint: Fingerprint
+    descriptor: bytes  # the transport's own, opaque here
+
+
+class Welcome(Message, frozen=True):
+    epoch: int
+    rank: int
+    echo: int
+    challenge: int
+    version: int
+    fingerprint: Fingerprint
+    descriptor: bytes = b""
+
+
+class Confirm(Message, frozen=True):
+    epoch: int
+    rank: int
+    echo: int
+
+
+class Unwelcome(Message, frozen=True):
+    """HELLO refused: `reason` names the field that differs."""
+
+    epoch: int
+    echo: int
+    reason: str
+
+
+class Ping(Message, frozen=True):
+    """`progress` is the engine loop's step counter. `counter, high, open_seqs` are the closed set of this
+    lender rank: every seq up to `high` that is not listed is closed for ever (guard N5, N9)."""
+
+    epoch: int
+    rank: int
+    progress: int
+    counter: int
+    high: int
+    open_seqs: list[int]
+
+
+class Pong(Message, frozen=True):
+    epoch: int
+    rank: int
+    progress: int
+
+
+# ---------------------------------------------------------------- the hand-off
+
+
+class Grant(msgspec.Struct, frozen=True, array_like=True):
+    """Pages a borrower may write, in logical order, under one region generation."""
+
+    region: int
+    generation: int
+    pages: tuple[int, ...]
+
+
+class Offer(Message, frozen=True):
+    leg: Leg
+    room: int
+    pairing: bytes  # digest of (token ids, model, adapter, tenant salt)
+    grant: Grant
+    tokens: int  # valid slots P must fill, counted from `prefix`
+    prefix: int  # tokens D already holds
+    remaining_ms: int
+
+
+class Accept(Message, frozen=True):
+    leg: Leg
+    place: int  # requests ahead in P's queue
+
+
+class Refused(Message, frozen=True):
+    leg: Leg
+    reason: Literal["wrong epoch", "closed", "ended", "full", "unknown epoch"]
+
+
+class FirstToken(msgspec.Struct, frozen=True, array_like=True):
+    """What rides in DONE of the designated rank: everything decode needs besides KV."""
+
+    token: int
+    cached_tokens: int = 0
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+class Done(Message, frozen=True):
+    leg: Leg
+    pages: int
+    tokens: int
+    digest: bytes | None = None
+    result: FirstToken | None = None
+
+
+class Failed(Message, frozen=True):
+    leg: Leg
+    reason: str
+
+
+class Ack(Message, frozen=True):
+    leg: Leg
+
+
+class Abort(Message, frozen=True):
+    leg: Leg
+    reason: str
+
+
+class Drained(Message, frozen=True):
+    leg: Leg
+
+
+class NeverStarted(Message, frozen=True):
+    leg: Leg
+
+
+class Busy(Message, frozen=True):
+    leg: Leg
+    posts: int
+    oldest_ms: int = 0
+
+
+class Tainted(Message, frozen=True):
+    leg: Leg
+
+
+# ---------------------------------------------------------------- router <-> worker
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where a worker's control socket listens, fresh per epoch, and the key it proves itself with."""
+
+    name: str
+    epoch: int
+    endpoint: str
+    public_key: str  # z85
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class Register(Message, frozen=True):
+    """Worker -> router, repeated as a heartbeat. `progress` stands still when the engine loop does."""
+
+    role: Literal["prefill", "decode", "colocated"]
+    address: Address
+    fingerprint: Fingerprint
+    limits: Limits
+    progress: int
+    queued: int
+    running: int
+
+
+class Registered(Message, frozen=True):
+    router_epoch: int
+
+
+class Exited(Message, frozen=True):
+    """Supervisor -> router: the worker process of this epoch is dead and reaped."""
+
+    name: str
+    epoch: int
+
+
+class Start(Message, frozen=True):
+    """One leg of a request. `rid` is minted by the router and pairs nothing by itself; `room` pairs legs."""
+
+    rid: str
+    router_epoch: int
+    room: int
+    token_ids: tuple[int, ...]
+    sampling: Sampling
+    deadline_ms: int
+    prefill: Address | None = None  # on decode legs
+    salt: str = ""
+
+
+class Cancel(Message, frozen=True):
+    rid: str
+    reason: str
+
+
+class Tokens(Message, frozen=True):
+    rid: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+
+
+class Ended(Message, frozen=True):
+    """The one last word on a leg. `status` is the HTTP status a client should see if nothing was sent yet."""
+
+    rid: str
+    outcome: Literal["stop", "length", "handed_over", "cancelled", "refused", "failed"]
+    status: int = 200
+    reason: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Inspect(Message, frozen=True):
+    seq: int
+
+
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    labels: tuple[tuple[str, str], ...]
+    value: float
+
+
+class Inspected(Message, frozen=True):
+    seq: int
+    samples: list[Sample]
+    state: dict[str, Any]  # JSON-able: ledger, tables, queues; what /debug/ledger shows
+
+
+HandOff = Offer | Accept | Refused | Done | Failed | Ack | Abort | Drained | NeverStarted | Busy | Tainted
+Session = Hello | Welcome | Confirm | Unwelcome | Ping | Pong
+Control = Register | Registered | Exited | Start | Cancel | Tokens | Ended | Inspect | Inspected
+Wire = HandOff | Session | Control
+
+
+class Codec:
+    """Encodes and decodes with a size limit. Malformed input is counted, never fatal."""
+
+    MAX_BYTES: ClassVar[int] = 16 << 20
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[Wire] = msgspec.msgpack.Decoder(Wire)
+        self.malformed = 0
+
+    def encode(self, message: Wire) -> bytes:
+        frame = self._encoder.encode(message)
+        if len(frame) > self.MAX_BYTES:
+            raise ValueError(f"{type(message).__name__} of {len(frame)} bytes exceeds {self.MAX_BYTES}")
+        return frame
+
+    def decode(self, frame: bytes | memoryview) -> Wire | None:
+        """The message, or None (counted in `malformed`) for anything that is not one."""
+        if len(frame) > self.MAX_BYTES:
+            self.malformed += 1
+            return None
+        try:
+            return self._decoder.decode(frame)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            self.malformed += 1
+            return None
