@@ -50,9 +50,8 @@ def convert(source: Path, folder: Path, advance: Callable[[int], None] = lambda 
             "Only llama with the smollm tokenizer is converted; use the model's safetensors folder.",
         )
     config = model_config(fields, tied=all(tensor.name != "output.weight" for tensor in reader.tensors))
-    tensors = dict(
-        converted_tensors(reader, config, advance)
-    )  # lives until the file is written: specs are pointers
+    # The specs below are bare pointers into these arrays, which must live until the file is written.
+    tensors = dict(converted_tensors(reader, config, advance))
     specs = {
         name: safetensors.TensorSpec(
             dtype="bfloat16", shape=bits.shape, data_ptr=bits.ctypes.data, data_len=bits.nbytes
@@ -115,9 +114,7 @@ def converted_tensors(
         if part in rows:
             values = rope_halves(values, rows[part])
         if not np.isfinite(values).all():
-            raise ModelError(
-                f"Tensor {tensor.name} holds values that are not finite.", "Do not use this model."
-            )
+            raise ModelError(f"Tensor {tensor.name} holds values that are not finite.", "Do not use this model.")
         yield hugging_face_name(tensor.name), to_bf16(values)
         advance(int(tensor.n_bytes))
 
@@ -152,9 +149,7 @@ def write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     kinds: list[int] = fields["tokenizer.ggml.token_type"]
     if unknown := set(kinds) - {NORMAL_TOKEN, CONTROL_TOKEN}:
-        raise ModelError(
-            f"The GGUF file has tokens of kinds {sorted(unknown)}.", "Use its safetensors folder."
-        )
+        raise ModelError(f"The GGUF file has tokens of kinds {sorted(unknown)}.", "Use its safetensors folder.")
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     # The smollm kind: each digit is a token of its own, then GPT-2's byte-level words.
@@ -165,9 +160,7 @@ def write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL_TOKEN]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     if tokenizer.get_vocab_size() != len(tokens):
-        raise ModelError(
-            "The GGUF file's vocabulary has doubled tokens.", "Use the model's safetensors folder."
-        )
+        raise ModelError("The GGUF file's vocabulary has doubled tokens.", "Use the model's safetensors folder.")
     tokenizer.save(str(folder / "tokenizer.json"))
     template = fields["tokenizer.chat_template"]
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")

