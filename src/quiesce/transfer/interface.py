@@ -1,0 +1,157 @@
+"""What a transport is: it moves page lists between registered arenas and says what it can prove.
+
+The one rule behind every type here: success can be trusted, failure cannot. A post therefore ends in one of
+three `Outcome`s, and only two of them say that nothing more of it will land.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal, Protocol
+
+import numpy as np
+
+from quiesce.core.messages import Grant
+
+
+class Outcome(Enum):
+    PLACED = "placed"  # all of it is in the target's memory
+    FAILED_CLEAN = "failed clean"  # failed, and proven that nothing more of it lands
+    UNKNOWN = "unknown"  # anything else; never becomes safe by time
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine was measured to do. What was not measured is `none`."""
+
+    name: str
+    push: bool
+    pull: bool
+    gather: bool  # many pages in one post
+    notify: bool
+    failure_is_terminal: bool  # a reported failure proves that nothing lands later
+    cancels_queued: bool
+    blocking_post: bool
+    drain: Literal["none", "per_post", "flush"]
+    fence: Literal["none", "page", "peer", "region", "death"]
+    fence_cost: Literal["none", "us", "ms", "disrupts_peer", "disrupts_all"]
+    placed_means: Literal["visible", "accepted"]  # "accepted" needs consume_barrier before reading
+
+
+@dataclass
+class Arena:
+    """A run of equally sized pages. `pages[i]` is page i as bytes; `fd` is set where memory can be shared."""
+
+    pages: np.ndarray  # uint8 [count, page_bytes], C-contiguous
+    fd: int | None = None
+
+    @property
+    def count(self) -> int:
+        return int(self.pages.shape[0])
+
+    @property
+    def page_bytes(self) -> int:
+        return int(self.pages.shape[1])
+
+
+@dataclass(frozen=True)
+class Region:
+    id: int
+    pages: int
+    page_bytes: int
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A connection to one lender process, valid for that epoch only."""
+
+    epoch: int
+    number: int  # local, never reused
+
+
+@dataclass(frozen=True)
+class Post:
+    """One posted write: `pages` of one grant. Owned until its outcome is known; never dropped."""
+
+    id: int
+    peer: Peer
+
+
+@dataclass(frozen=True)
+class FenceProof:
+    """Our transport's word: nothing of `peer_epoch` under a generation <= `generation` lands any more."""
+
+    kind: Literal["fenced", "gone"]
+    peer_epoch: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class PeerLost:
+    """Reported by `events()`: the peer can no longer be served by this connection."""
+
+    peer_epoch: int
+    generation: int
+    reason: str
+
+
+class Transport(Protocol):
+    """Single-threaded: one thread calls every method. Nothing blocks for longer than the `blocking_post`
+    capability says. `fileno()` becomes readable when `poll` or `events` has something or some work to do;
+    after it did, call both. Work is done inside `poll` and `events` and nowhere else."""
+
+    caps: Capabilities
+
+    def fileno(self) -> int: ...
+    def close_all(self) -> None:
+        """Revoke, unmap, unlink. Posts still open are told to `poll` one last time."""
+
+    # -- the side whose memory is touched
+    def register(self, arena: Arena) -> Region:
+        """Both sides call it once, before `descriptor` or `connect`. Raises ValueError for an unfit arena."""
+
+    def descriptor(self) -> bytes:
+        """Opaque and secret: who holds it may ask to be attached. Valid for this process only."""
+
+    def generation(self, peer_epoch: int) -> int | None:
+        """The generation a grant to this peer is made under; None while that peer is not attached. Rises
+        with each attachment and is never reused."""
+
+    def fence(self, peer_epoch: int, generation: int | None = None) -> FenceProof | None:
+        """Revoke every access granted to the peer under generations <= `generation` (None: up to now): posts
+        in flight and later ones. None: cannot, or not yet: ask again with the same generation after the next
+        `PeerLost`; a peer that has attached anew since is not hit a second time."""
+
+    def gone(self, peer_epoch: int) -> FenceProof | None:
+        """Proof that whatever copied for this peer, up to the generation named in the proof, is dead with
+        nothing in flight. Closes leases of those generations only. None: not shown."""
+
+    def consume_barrier(self, pages: Sequence[int]) -> None: ...
+
+    # -- both sides
+    def events(self) -> list[PeerLost]:
+        """Lender: an attachment ended; told again when its proof can be had. Poster: a lender was lost."""
+
+    # -- the side that posts
+    def connect(self, descriptor: bytes, own_epoch: int) -> Peer:
+        """Starts attaching and returns at once; the lender's `generation` tells when it has happened. Kept
+        up until `disconnect`: lost attachments are made anew. The same descriptor gives the same Peer.
+        Raises ValueError for a descriptor that does not fit."""
+
+    def write(self, peer: Peer, src_pages: Sequence[int], dst_pages: Sequence[int], grant: Grant) -> Post:
+        """Copy own page `src_pages[i]` to the peer's `dst_pages[i]`, which `grant` must list. What is refused
+        ends FAILED_CLEAN with nothing touched. Posts to one peer are placed in the order posted."""
+
+    def poll(self) -> list[tuple[Post, Outcome]]:
+        """Posts that ended, each once. A post still running is not in the list."""
+
+    def try_cancel(self, post: Post) -> bool:
+        """True: proven never started, and over: `poll` will not name it any more."""
+
+    def drain(self, peer: Peer) -> bool:
+        """True: everything posted earlier on this connection has landed or never will."""
+
+    def disconnect(self, peer: Peer) -> None:
+        """No more posts. What is in flight still ends through `poll`."""

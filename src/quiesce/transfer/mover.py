@@ -1,0 +1,304 @@
+"""The mover: a process of its own beside a posting engine that copies pages into the memory of lenders.
+
+It is apart from the engine so that a lender can revoke its access by killing it: a dead process writes nothing,
+and the engine survives. `python -m quiesce.transfer.mover CONTROL_FD SOURCE_FD PAGES PAGE_BYTES PARENT_PID`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quiesce.transfer import mover_wire as wire
+
+SLICE_BYTES = 2 << 20  # copied for one lender before the next one's turn
+PREFAULT_BYTES = 8 << 20
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; maps pages without changing their contents
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+
+
+@dataclass
+class Copy:
+    id: int
+    src: list[int]
+    dst: list[int]
+    done: int = 0
+
+
+@dataclass
+class Attachment:
+    """One lender: the socket that ties its life to ours, and its pool once mapped."""
+
+    request: wire.Attach
+    sock: socket.socket
+    deadline: float | None
+    greeted: bool = False
+    generation: int | None = None  # set once the pool is mapped
+    memory: mmap.mmap | None = None
+    pages: np.ndarray | None = None  # uint8 [pages, page_bytes]
+    prefaulted: int = 0
+    jobs: deque[Copy] = field(default_factory=deque)
+
+
+class Mover:
+    def __init__(self, control: socket.socket, source: np.ndarray) -> None:
+        self._control = control
+        self._source = source  # uint8 [pages, page_bytes]
+        self._slice = max(1, SLICE_BYTES // source.shape[1])
+        self._attached: dict[int, Attachment] = {}
+        self._busy: deque[Attachment] = deque()
+        self._outbox: deque[wire.Packet] = deque()  # bounded by what the engine has asked for
+        self._epoll = select.epoll()
+        self._handlers: dict[int, Callable[[], None]] = {}
+        self._watch(control, self._on_control)
+
+    def run(self) -> None:
+        """Serve until the engine closes its end (raises Closed)."""
+        while True:
+            for fd, _ in self._epoll.poll(self._patience(), 64):
+                if fd in self._handlers:
+                    self._handlers[fd]()
+            self._flush()
+            self._expire()
+            if self._busy:
+                self._copy_slice()
+            else:
+                self._prefault()
+
+    def _patience(self) -> float | None:
+        if self._busy or self._unfaulted() is not None:
+            return 0.0
+        due = [a.deadline for a in self._attached.values() if a.deadline is not None]
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _watch(self, sock: socket.socket, handler: Callable[[], None]) -> None:
+        self._handlers[sock.fileno()] = handler
+        self._epoll.register(sock.fileno(), select.EPOLLIN)
+
+    # ------------------------------------------------------------ the engine
+
+    def _on_control(self) -> None:
+        for _ in range(64):
+            got = wire.receive(self._control, wire.MoverDecoder)
+            if got is None:
+                return
+            match got.packet:
+                case wire.Job() as job:
+                    self._accept(job)
+                case wire.Attach() as request:
+                    self._attach(request)
+                case wire.Detach(peer=peer):
+                    if peer in self._attached:
+                        self._release(self._attached[peer], "disconnected by its own engine")
+
+    def _report(self, packet: wire.Packet) -> None:
+        self._outbox.append(packet)
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._outbox and wire.send(self._control, self._outbox[0]):
+            self._outbox.popleft()
+        waiting = select.EPOLLOUT if self._outbox else 0
+        self._epoll.modify(self._control.fileno(), select.EPOLLIN | waiting)
+
+    # ------------------------------------------------------------ copying
+
+    def _accept(self, job: wire.Job) -> None:
+        attachment = self._attached.get(job.peer)
+        src = np.frombuffer(job.src, dtype=np.int32)
+        dst = np.frombuffer(job.dst, dtype=np.int32)
+        reason = self._refusal(job, attachment, src, dst)
+        if reason is not None or attachment is None:
+            self._report(wire.Dropped(job.id, reason or "not attached"))
+            return
+        if not attachment.jobs:
+            self._busy.append(attachment)
+        attachment.jobs.append(Copy(job.id, src.tolist(), dst.tolist()))
+
+    def _refusal(self, job: wire.Job, attachment: Attachment | None, src: np.ndarray, dst: np.ndarray) -> str | None:
+        if attachment is None or attachment.generation is None or attachment.pages is None:
+            return "not attached to this lender"
+        if job.generation != attachment.generation:
+            return f"granted under generation {job.generation}, attached under {attachment.generation}"
+        if job.region != attachment.request.lender.region:
+            return f"granted in region {job.region}, attached to {attachment.request.lender.region}"
+        if len(src) != len(dst) or not len(src):
+            return f"{len(src)} source pages for {len(dst)} target pages"
+        if src.min() < 0 or src.max() >= len(self._source):
+            return f"source page outside 0..{len(self._source) - 1}"
+        if dst.min() < 0 or dst.max() >= len(attachment.pages):
+            return f"target page outside 0..{len(attachment.pages) - 1}"
+        return None
+
+    def _copy_slice(self) -> None:
+        attachment = self._busy[0]
+        self._busy.rotate(-1)
+        job = attachment.jobs[0]
+        end = min(job.done + self._slice, len(job.src))
+        source, target = self._source, attachment.pages
+        assert target is not None
+        for a, b in zip(job.src[job.done : end], job.dst[job.done : end], strict=True):
+            target[b] = source[a]
+        job.done = end
+        if end == len(job.src):
+            attachment.jobs.popleft()
+            if not attachment.jobs:
+                self._busy.remove(attachment)
+            self._report(wire.Placed(job.id))
+
+    def _unfaulted(self) -> Attachment | None:
+        for attachment in self._attached.values():
+            if attachment.memory is not None and attachment.prefaulted < len(attachment.memory):
+                return attachment
+        return None
+
+    def _prefault(self) -> None:
+        """While idle, map ahead: a first touch costs more than the copy itself."""
+        attachment = self._unfaulted()
+        if attachment is None or attachment.memory is None:
+            return
+        start = attachment.prefaulted
+        length = min(PREFAULT_BYTES, len(attachment.memory) - start)
+        try:
+            attachment.memory.madvise(_MADV_POPULATE_WRITE, start, length)
+            attachment.prefaulted = start + length
+        except OSError:  # an older kernel: only slower
+            attachment.prefaulted = len(attachment.memory)
+
+    # ------------------------------------------------------------ lenders
+
+    def _attach(self, request: wire.Attach) -> None:
+        if request.peer in self._attached:
+            self._release(self._attached[request.peer], "attached anew")
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        try:
+            sock.connect(request.lender.path)
+        except OSError as error:
+            sock.close()
+            gone = isinstance(error, (ConnectionRefusedError, FileNotFoundError, PermissionError))
+            self._report(wire.Lost(request.peer, f"cannot connect to the lender: {error}", gone))
+            return
+        attachment = Attachment(request, sock, time.monotonic() + wire.ATTACH_SECONDS)
+        self._attached[request.peer] = attachment
+        self._watch(sock, lambda: self._on_lender(attachment))
+        if wire.peer_credentials(sock)[1] != os.getuid():
+            self._lose(attachment, "the lender runs as another user", final=True)
+            return
+        self._say(attachment, wire.Greet(request.lender.token, request.own_epoch))
+
+    def _say(self, attachment: Attachment, packet: wire.Packet) -> bool:
+        try:
+            if wire.send(attachment.sock, packet):
+                return True
+            self._lose(attachment, "the lender does not read", final=False)
+        except wire.Closed as error:
+            self._lose(attachment, f"the lender closed: {error}", final=False)
+        return False
+
+    def _on_lender(self, attachment: Attachment) -> None:
+        try:
+            got = wire.receive(attachment.sock, wire.AttachDecoder)
+            if got is None:
+                return
+            try:
+                self._on_packet(attachment, got)
+            finally:
+                wire.close_all(got.fds)
+        except wire.Closed as error:
+            self._lose(attachment, f"the lender closed: {error}", final=False)
+        except (wire.Malformed, ValueError, OSError) as error:
+            self._lose(attachment, f"bad hand-shake: {error}", final=True)
+
+    def _on_packet(self, attachment: Attachment, got: wire.Received) -> None:
+        match got.packet:
+            case wire.Challenge(nonce=nonce) if not attachment.greeted:
+                attachment.greeted = True
+                self._say(attachment, wire.Answer(nonce))
+            case wire.Memory() as memory if attachment.greeted and attachment.memory is None:
+                self._map(attachment, memory, got.fds)
+            case wire.TurnedAway(reason=reason, final=final):
+                self._lose(attachment, f"turned away: {reason}", final)
+            case other:
+                raise wire.Malformed(f"unexpected {type(other).__name__}")
+
+    def _map(self, attachment: Attachment, memory: wire.Memory, fds: list[int]) -> None:
+        lender = attachment.request.lender
+        promised = (lender.region, lender.pages, lender.page_bytes)
+        if (memory.region, memory.pages, memory.page_bytes) != promised or len(fds) != 1:
+            raise wire.Malformed("the memory differs from the lender's descriptor")
+        size = memory.pages * memory.page_bytes
+        wire.require_sealed(fds[0], size)
+        attachment.memory = mmap.mmap(fds[0], size, mmap.MAP_SHARED)
+        attachment.memory.madvise(mmap.MADV_DONTFORK)
+        attachment.pages = np.frombuffer(attachment.memory, np.uint8).reshape(memory.pages, memory.page_bytes)
+        # set before the lender learns of it: its first grant may be on its way at once
+        attachment.generation = memory.generation
+        attachment.deadline = None
+        if self._say(attachment, wire.Mapped(memory.generation)):
+            self._report(wire.Attached(attachment.request.peer, memory.generation))
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for attachment in list(self._attached.values()):
+            if attachment.deadline is not None and attachment.deadline <= now:
+                self._lose(attachment, "the lender did not finish the hand-shake", final=False)
+
+    def _lose(self, attachment: Attachment, reason: str, final: bool) -> None:
+        if self._release(attachment, reason):
+            self._report(wire.Lost(attachment.request.peer, reason, final))
+
+    def _release(self, attachment: Attachment, reason: str) -> bool:
+        """Unmap the lender's pool, then say that its jobs are over."""
+        if self._attached.get(attachment.request.peer) is not attachment:
+            return False
+        del self._attached[attachment.request.peer]
+        if attachment in self._busy:
+            self._busy.remove(attachment)
+        self._epoll.unregister(attachment.sock.fileno())
+        del self._handlers[attachment.sock.fileno()]
+        attachment.pages = attachment.generation = None
+        if attachment.memory is not None:
+            attachment.memory.close()
+        attachment.sock.close()
+        for job in attachment.jobs:
+            self._report(wire.Dropped(job.id, reason))
+        attachment.jobs.clear()
+        return True
+
+
+def die_with(parent: int) -> None:
+    """The kernel kills this process when its engine dies; if that happened before the call, leave now."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_NAME, b"quiesce-mover", 0, 0, 0)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) or os.getppid() != parent:
+        sys.exit("the mover's engine is gone")
+
+
+def main(arguments: list[str]) -> None:
+    control_fd, source_fd, pages, page_bytes, parent = map(int, arguments)
+    die_with(parent)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # a stop of the whole group must not end posts before the engine
+    memory = mmap.mmap(source_fd, pages * page_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+    memory.madvise(mmap.MADV_DONTFORK)
+    os.close(source_fd)
+    source = np.frombuffer(memory, np.uint8).reshape(pages, page_bytes)
+    control = socket.socket(fileno=control_fd)
+    with contextlib.suppress(wire.Closed):
+        Mover(control, source).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,101 @@
+"""The engine's handle on its mover process: start, talk, notice its death, reap."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from quiesce.transfer import mover_wire as wire
+from quiesce.transfer.interface import Arena
+from quiesce.transfer.watch import Watch, has_exited
+
+_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class MoverProcess:
+    """`on_packet(packet)` for everything it says, then `on_exit()` once, after it is dead and reaped."""
+
+    def __init__(
+        self, watch: Watch, arena: Arena, on_packet: Callable[[object], None], on_exit: Callable[[], None]
+    ) -> None:
+        assert arena.fd is not None
+        self._watch = watch
+        self._on_packet, self._on_exit = on_packet, on_exit
+        self.started = time.monotonic()
+        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # opened anew so that the mover cannot write into the pool it reads from
+        source = os.open(f"/proc/self/fd/{arena.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            numbers = (theirs.fileno(), source, arena.count, arena.page_bytes, os.getpid())
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "quiesce.transfer.mover", *map(str, numbers)],
+                pass_fds=(theirs.fileno(), source),
+                stdin=subprocess.DEVNULL,
+                env=os.environ | _ENVIRONMENT,
+            )
+        except OSError:
+            self._sock.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(source)
+        self.pid = self._process.pid
+        self._pidfd = os.pidfd_open(self.pid)  # our own unreaped child: the pid cannot have been reused
+        watch.add(self._sock.fileno(), self._on_readable)
+        watch.add(self._pidfd, self._on_death)
+
+    def send(self, packet: wire.Packet) -> bool:
+        """False: not now, its socket is full or it is dying; `on_exit` follows in the latter case."""
+        try:
+            return wire.send(self._sock, packet)
+        except wire.Closed:
+            self.kill()
+            return False
+
+    def want_writable(self, wanted: bool) -> None:
+        self._watch.want_writable(self._sock.fileno(), wanted)
+
+    def _on_readable(self) -> None:
+        try:
+            for _ in range(256):
+                got = wire.receive(self._sock, wire.EngineDecoder)
+                if got is None:
+                    break
+                self._on_packet(got.packet)
+            else:
+                return  # more is waiting: the next turn takes it
+        except (wire.Closed, wire.Malformed):
+            self._watch.remove(self._sock.fileno())
+            self.kill()  # its word cannot be had any more; its death can
+
+    def _on_death(self) -> None:
+        if not has_exited(self._pidfd):
+            return
+        self._drain()
+        self._watch.remove(self._sock.fileno())
+        self._watch.remove(self._pidfd)
+        self._process.wait()
+        self._sock.close()
+        os.close(self._pidfd)
+        self._on_exit()
+
+    def _drain(self) -> None:
+        """What it finished before it died counts as placed."""
+        try:
+            while (got := wire.receive(self._sock, wire.EngineDecoder)) is not None:
+                self._on_packet(got.packet)
+        except (wire.Closed, wire.Malformed):
+            pass
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def end(self) -> None:
+        """Kill and reap, at once; `on_exit` is called before this returns."""
+        self.kill()
+        self._process.wait()
+        self._on_death()

@@ -1,0 +1,159 @@
+"""Shared memory on one machine: both pools are memfds, a mover process copies, its death is the fence."""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from quiesce.core.messages import Grant
+from quiesce.transfer import mover_wire as wire
+from quiesce.transfer.arena import SEALS
+from quiesce.transfer.interface import (
+    Arena,
+    Capabilities,
+    FenceProof,
+    Outcome,
+    Peer,
+    PeerLost,
+    Post,
+    Region,
+)
+from quiesce.transfer.shm_lender import Lender
+from quiesce.transfer.shm_poster import Poster
+from quiesce.transfer.watch import Watch
+
+CAPABILITIES = Capabilities(
+    name="shm",
+    push=True,
+    pull=False,
+    gather=True,
+    notify=False,
+    failure_is_terminal=True,
+    cancels_queued=True,
+    blocking_post=False,
+    drain="per_post",
+    fence="death",
+    fence_cost="disrupts_peer",
+    placed_means="visible",
+)
+
+
+class ShmTransport:
+    """Lends and posts pages of one arena. `run_dir` holds the listening socket (mode 0600, fresh name).
+
+    A mover dies with the *thread* that connects first, so let the engine's main thread own the transport.
+    Raises ValueError for settings that cannot work.
+    """
+
+    caps = CAPABILITIES
+
+    def __init__(
+        self,
+        run_dir: Path,
+        epoch: int,
+        *,
+        max_transfer_pages: int = 1024,
+        max_open_posts: int = 4096,
+        max_peers: int = 256,
+    ) -> None:
+        if not 1 <= max_transfer_pages <= wire.MAX_JOB_PAGES:
+            raise ValueError(f"max_transfer_pages is {max_transfer_pages}, must be in 1..{wire.MAX_JOB_PAGES}")
+        self._watch = Watch()
+        self._lender = Lender(self._watch, run_dir, epoch, max_peers)
+        self._poster = Poster(self._watch, max_transfer_pages, max_open_posts, max_peers)
+        self._arena: Arena | None = None
+        self._closed = False
+
+    def fileno(self) -> int:
+        return self._watch.fileno()
+
+    def register(self, arena: Arena) -> Region:
+        if self._arena is not None:
+            raise ValueError("this transport has its arena already")
+        if arena.fd is None:
+            raise ValueError("shm needs an arena in shared memory: make it with shared_arena()")
+        if fcntl.fcntl(arena.fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
+            raise ValueError("the arena can change its size under a mover: make it with shared_arena()")
+        self._arena = arena
+        self._lender.lend(arena, 0)
+        self._poster.use(arena)
+        return Region(0, arena.count, arena.page_bytes)
+
+    def descriptor(self) -> bytes:
+        return self._lender.descriptor()
+
+    def generation(self, peer_epoch: int) -> int | None:
+        return self._lender.generation(peer_epoch)
+
+    def fence(self, peer_epoch: int, generation: int | None = None) -> FenceProof | None:
+        proof = self._lender.fence(peer_epoch, generation)
+        self._settle()
+        return proof
+
+    def gone(self, peer_epoch: int) -> FenceProof | None:
+        proof = self._lender.gone(peer_epoch)
+        self._settle()
+        return proof
+
+    def consume_barrier(self, pages: Sequence[int]) -> None:
+        """Nothing to wait for: one coherent memory."""
+
+    def events(self) -> list[PeerLost]:
+        self._turn()
+        lost = self._lender.lost + self._poster.lost
+        self._lender.lost, self._poster.lost = [], []
+        self._settle()
+        return lost
+
+    def connect(self, descriptor: bytes, own_epoch: int) -> Peer:
+        return self._poster.connect(descriptor, own_epoch)
+
+    def write(self, peer: Peer, src_pages: Sequence[int], dst_pages: Sequence[int], grant: Grant) -> Post:
+        post = self._poster.write(peer, src_pages, dst_pages, grant)
+        self._settle()
+        return post
+
+    def poll(self) -> list[tuple[Post, Outcome]]:
+        self._turn()
+        ended, self._poster.ended = self._poster.ended, []
+        self._settle()
+        return ended
+
+    def try_cancel(self, post: Post) -> bool:
+        return self._poster.try_cancel(post)
+
+    def drain(self, peer: Peer) -> bool:
+        return self._poster.open_posts(peer) == 0
+
+    def disconnect(self, peer: Peer) -> None:
+        self._poster.disconnect(peer)
+        self._settle()
+
+    def counters(self) -> dict[str, int]:
+        """Totals since the start, for the metrics."""
+        return {**self._poster.counters, "attach_refused": self._lender.refused}
+
+    def close_all(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._lender.close()
+        self._poster.close()
+        self._watch.close()
+
+    def _turn(self) -> None:
+        if self._closed:
+            return
+        self._watch.turn()
+        now = time.monotonic()
+        self._lender.tick(now)
+        self._poster.tick(now)
+
+    def _settle(self) -> None:
+        if self._closed:
+            return
+        self._watch.flag(bool(self._lender.lost or self._poster.lost or self._poster.ended))
+        due = [t for t in (self._lender.next_deadline(), self._poster.next_deadline()) if t is not None]
+        self._watch.alarm(min(due, default=None))

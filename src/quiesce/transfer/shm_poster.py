@@ -1,0 +1,350 @@
+"""The posting side of shared memory: splits posts into jobs, keeps the mover busy, owns every post to its end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from quiesce.core.messages import Grant
+from quiesce.transfer import mover_wire as wire
+from quiesce.transfer.interface import Arena, Outcome, Peer, PeerLost, Post
+from quiesce.transfer.mover_process import MoverProcess
+from quiesce.transfer.watch import Watch
+
+log = logging.getLogger("quiesce.transfer")
+
+JOBS_AT_MOVER = 8  # per lender; what is behind them can still be cancelled
+RETRY_FIRST, RETRY_MOST = 0.05, 2.0  # seconds
+_SETTLED = 10.0  # a mover or attachment that lived this long is not part of a crash loop
+
+_DescriptorDecoder = msgspec.msgpack.Decoder(wire.Descriptor)
+
+
+@dataclass
+class Sum:
+    """One post: how many of its jobs are not over, and whether one failed. No outcome before `left` is 0."""
+
+    post: Post
+    left: int
+    failed: bool = False
+    started: bool = False
+
+
+@dataclass
+class Target:
+    """One connection as the poster keeps it."""
+
+    peer: Peer
+    request: wire.Attach
+    queue: deque[wire.Job] = field(default_factory=deque)  # not yet with the mover
+    at_mover: int = 0
+    open_posts: int = 0
+    generation: int = 0  # of the last attachment
+    attached: bool = False
+    retry_at: float | None = None
+    tries: int = 0
+    over: bool = False  # disconnected, or the lender is gone for good
+
+
+class Poster:
+    def __init__(self, watch: Watch, max_transfer_pages: int, max_open_posts: int, max_peers: int) -> None:
+        self._watch = watch
+        self._max_transfer_pages = max_transfer_pages
+        self._max_open_posts = max_open_posts
+        self._max_peers = max_peers
+        self._arena: Arena | None = None
+        self._mover: MoverProcess | None = None
+        self._restart_at: float | None = None
+        self._crashes = 0
+        self._closed = False
+        self._lenders: dict[int, Target] = {}  # by Peer.number; leaves when over and nothing is open
+        self._sums: dict[int, Sum] = {}  # by Post.id
+        self._jobs: dict[int, tuple[Sum, Target, int]] = {}  # with the mover: job id -> whose, pages
+        self._job_posts: dict[int, Sum] = {}  # queued here
+        self._last_number = self._last_job = 0
+        self._blocked = False
+        self.ended: list[tuple[Post, Outcome]] = []
+        self.lost: list[PeerLost] = []
+        self.counters = dict.fromkeys(("posts", "placed_pages", "failed_posts", "mover_deaths"), 0)
+
+    def use(self, arena: Arena) -> None:
+        self._arena = arena
+
+    # ------------------------------------------------------------ connections
+
+    def connect(self, descriptor: bytes, own_epoch: int) -> Peer:
+        if self._arena is None:
+            raise ValueError("register an arena before connecting")
+        lender = self._read(descriptor)
+        for known in self._lenders.values():
+            if known.request.lender == lender and known.request.own_epoch == own_epoch and not known.over:
+                return known.peer
+        if len(self._lenders) >= self._max_peers:
+            raise ValueError(f"{self._max_peers} connections are open already")
+        self._last_number += 1
+        peer = Peer(lender.epoch, self._last_number)
+        state = Target(peer, wire.Attach(peer.number, own_epoch, lender))
+        self._lenders[peer.number] = state
+        if self._mover is not None:
+            self._attach(state)
+        elif self._restart_at is None:
+            self._start_mover()
+        return peer
+
+    def _read(self, descriptor: bytes) -> wire.Descriptor:
+        assert self._arena is not None
+        try:
+            lender = _DescriptorDecoder.decode(descriptor)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ValueError(f"not the descriptor of a shm transport: {error}") from error
+        if lender.kind != "shm" or not lender.path.startswith("/") or "\0" in lender.path:
+            raise ValueError(f"not the descriptor of a shm transport on this machine: {lender.kind!r}")
+        if lender.page_bytes != self._arena.page_bytes:
+            raise ValueError(f"pages of {lender.page_bytes} bytes there, {self._arena.page_bytes} here")
+        if not 1 <= lender.pages < 2**31:
+            raise ValueError(f"a lender cannot have {lender.pages} pages")
+        return lender
+
+    def disconnect(self, peer: Peer) -> None:
+        state = self._lenders.get(peer.number)
+        if state is None or state.over:
+            return
+        self._give_up(state)
+        if self._mover is not None and not self._mover.send(wire.Detach(peer.number)):
+            self._mover.kill()  # cannot be told, so it is ended: its other lenders are attached anew
+
+    def _give_up(self, state: Target) -> None:
+        state.over, state.attached, state.retry_at = True, False, None
+        self._drop_queue(state, lambda job: True)
+        self._tidy(state)
+
+    def _attach(self, state: Target) -> None:
+        assert self._mover is not None
+        state.retry_at = None
+        if not self._mover.send(state.request):
+            self._retry(state)
+
+    def _retry(self, state: Target) -> None:
+        state.retry_at = time.monotonic() + min(RETRY_MOST, RETRY_FIRST * 2 ** min(state.tries, 10))
+        state.tries += 1
+
+    # ------------------------------------------------------------ the mover's life
+
+    def _start_mover(self) -> None:
+        assert self._arena is not None
+        self._restart_at = None
+        try:
+            self._mover = MoverProcess(self._watch, self._arena, self._on_packet, self._on_exit)
+        except OSError as error:
+            log.error("cannot start the mover process: %s; trying again", error)
+            self._plan_restart()
+            return
+        for state in self._lenders.values():
+            if not state.over:
+                self._attach(state)
+
+    def _plan_restart(self) -> None:
+        delay = min(RETRY_MOST, RETRY_FIRST * 2 ** min(self._crashes, 10)) if self._crashes else 0.0
+        self._crashes += 1
+        self._restart_at = time.monotonic() + delay
+
+    def _on_exit(self) -> None:
+        """The mover is dead and reaped: whatever it had not reported will never be written."""
+        assert self._mover is not None
+        if time.monotonic() - self._mover.started > _SETTLED:
+            self._crashes = 0
+        self._mover, self._blocked = None, False
+        self.counters["mover_deaths"] += 1
+        for state in list(self._lenders.values()):
+            state.attached, state.retry_at = False, None
+            self._drop_queue(state, lambda job: True)
+        for job in list(self._jobs):
+            self._over(job, "its mover died")
+        if not self._closed:
+            log.warning("the mover process died; a new one is started")
+            self._plan_restart()
+
+    def tick(self, now: float) -> None:
+        if self._restart_at is not None and self._restart_at <= now:
+            if any(not state.over for state in self._lenders.values()):
+                self._start_mover()
+            else:
+                self._restart_at = None
+        for state in list(self._lenders.values()):
+            if state.retry_at is not None and state.retry_at <= now and self._mover is not None:
+                self._attach(state)
+        self._pump()
+
+    def next_deadline(self) -> float | None:
+        due = [state.retry_at for state in self._lenders.values() if state.retry_at is not None]
+        if self._restart_at is not None:
+            due.append(self._restart_at)
+        return min(due, default=None)
+
+    # ------------------------------------------------------------ posts
+
+    def write(self, peer: Peer, src_pages: Sequence[int], dst_pages: Sequence[int], grant: Grant) -> Post:
+        self.counters["posts"] += 1
+        self._last_job += 1
+        post = Post(self._last_job, peer)
+        state = self._lenders.get(peer.number)
+        refusal = self._refusal(state, src_pages, dst_pages, grant)
+        if refusal is not None or state is None:
+            log.warning("post %d to epoch %x refused, nothing was touched: %s", post.id, peer.epoch, refusal)
+            self._end(post, Outcome.FAILED_CLEAN)
+            return post
+        if not len(src_pages):
+            self._end(post, Outcome.PLACED)
+            return post
+        src, dst = np.asarray(src_pages, np.int32), np.asarray(dst_pages, np.int32)
+        starts = range(0, len(src), self._max_transfer_pages)
+        total = Sum(post, len(starts))
+        self._sums[post.id] = total
+        state.open_posts += 1
+        for start in starts:
+            part = slice(start, start + self._max_transfer_pages)
+            self._last_job += 1
+            job = wire.Job(
+                self._last_job,
+                peer.number,
+                grant.region,
+                grant.generation,
+                src[part].tobytes(),
+                dst[part].tobytes(),
+            )
+            self._job_posts[job.id] = total
+            state.queue.append(job)
+        self._feed(state)
+        return post
+
+    def _refusal(self, state: Target | None, src: Sequence[int], dst: Sequence[int], grant: Grant) -> str | None:
+        if state is None or state.over:
+            return "the connection is closed or its lender is gone"
+        if self._mover is None:
+            return "the mover process is being started again"
+        if len(self._sums) >= self._max_open_posts:
+            return f"{self._max_open_posts} posts are open already"
+        if len(src) != len(dst):
+            return f"{len(src)} source pages for {len(dst)} target pages"
+        assert self._arena is not None
+        if len(src) and (min(src) < 0 or max(src) >= self._arena.count):
+            return f"a source page is outside 0..{self._arena.count - 1}"
+        if len(dst) and (min(dst) < 0 or max(dst) >= state.request.lender.pages):
+            return f"a target page is outside 0..{state.request.lender.pages - 1}"
+        if not frozenset(grant.pages).issuperset(dst):
+            return "a target page is not in the grant"
+        return None
+
+    def _pump(self) -> None:
+        if self._mover is None:
+            return
+        if self._blocked:
+            self._blocked = False
+            self._mover.want_writable(False)
+        for state in list(self._lenders.values()):
+            self._feed(state)
+
+    def _feed(self, state: Target) -> None:
+        while state.queue and state.at_mover < JOBS_AT_MOVER and self._mover and not self._blocked:
+            job = state.queue[0]
+            if not self._mover.send(job):
+                self._blocked = True
+                self._mover.want_writable(True)
+                return
+            state.queue.popleft()
+            total = self._job_posts.pop(job.id)
+            total.started = True
+            self._jobs[job.id] = (total, state, len(job.src) // 4)
+            state.at_mover += 1
+
+    def _on_packet(self, packet: object) -> None:
+        match packet:
+            case wire.Placed(job=job):
+                self._over(job, None)
+            case wire.Dropped(job=job, reason=reason):
+                self._over(job, reason)
+            case wire.Attached(peer=number, generation=generation) if number in self._lenders:
+                state = self._lenders[number]
+                state.attached, state.generation, state.tries = True, generation, 0
+            case wire.Lost(peer=number, reason=reason, final=final) if number in self._lenders:
+                self._on_lost(self._lenders[number], reason, final)
+
+    def _on_lost(self, state: Target, reason: str, final: bool) -> None:
+        if state.over:
+            return
+        if state.attached or final:
+            self.lost.append(PeerLost(state.peer.epoch, state.generation, reason))
+        state.attached = False
+        if final:
+            self._give_up(state)
+        else:
+            self._retry(state)
+
+    def _over(self, job: int, reason: str | None) -> None:
+        total, state, pages = self._jobs.pop(job)
+        state.at_mover -= 1
+        if reason is None:
+            self.counters["placed_pages"] += pages
+        elif not total.failed:
+            log.warning("post %d to epoch %x failed: %s", total.post.id, state.peer.epoch, reason)
+        self._count_down(total, state, failed=reason is not None)
+        self._feed(state)
+
+    def _count_down(self, total: Sum, state: Target, failed: bool) -> None:
+        total.left -= 1
+        if failed and not total.failed:
+            total.failed = True
+            self._drop_queue(state, lambda job: self._job_posts[job.id] is total)
+        if total.left == 0 and total.post.id in self._sums:
+            self._close(total, state)
+            self._end(total.post, Outcome.FAILED_CLEAN if total.failed else Outcome.PLACED)
+
+    def _drop_queue(self, state: Target, chosen: Callable[[wire.Job], bool]) -> None:
+        """Jobs that never reached the mover are over at once."""
+        dropped = [job for job in state.queue if chosen(job)]
+        state.queue = deque(job for job in state.queue if not chosen(job))
+        totals = [self._job_posts.pop(job.id) for job in dropped]
+        for total in totals:
+            total.failed = True
+        for total in totals:
+            self._count_down(total, state, failed=True)
+
+    def try_cancel(self, post: Post) -> bool:
+        total = self._sums.get(post.id)
+        state = self._lenders.get(post.peer.number)
+        if total is None or state is None or total.started:
+            return False
+        for job in [job for job in state.queue if self._job_posts[job.id] is total]:
+            state.queue.remove(job)
+            del self._job_posts[job.id]
+        self._close(total, state)
+        return True
+
+    def open_posts(self, peer: Peer) -> int:
+        state = self._lenders.get(peer.number)
+        return state.open_posts if state is not None else 0
+
+    def _close(self, total: Sum, state: Target) -> None:
+        del self._sums[total.post.id]
+        state.open_posts -= 1
+        self._tidy(state)
+
+    def _tidy(self, state: Target) -> None:
+        if state.over and not state.open_posts:
+            self._lenders.pop(state.peer.number, None)
+
+    def _end(self, post: Post, outcome: Outcome) -> None:
+        self.counters["failed_posts"] += outcome is not Outcome.PLACED
+        self.ended.append((post, outcome))
+
+    def close(self) -> None:
+        self._closed = True
+        if self._mover is not None:
+            self._mover.end()
+        self._lenders.clear()
