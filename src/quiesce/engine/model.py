@@ -1,0 +1,128 @@
+"""The Llama forward pass over one flat batch of rows."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from quiesce.engine import attention
+from quiesce.engine.batch import MIN_ROWS, Batch
+from quiesce.engine.config import ModelConfig, Rope
+from quiesce.engine.errors import EngineError
+from quiesce.engine.kv import KVPool
+from quiesce.engine.weights import Weights
+
+PROBE_ROWS = (MIN_ROWS, 7, 64)
+
+
+class Llama:
+    """Weights plus rotary tables. `deterministic` makes a token's bits independent of its batch."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, *, context_length: int, deterministic: bool) -> None:
+        self.config, self.weights, self.deterministic = config, weights, deterministic
+        self._dtype, self._device = weights.embedding.dtype, weights.embedding.device
+        self._q_size, self._kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        angles = torch.outer(torch.arange(context_length).float(), frequencies(config.rope, config.head_dim))
+        cos, sin = angles.cos(), angles.sin()
+        # laid out for whole heads, the sign of the rotation folded in
+        self._cos = torch.cat((cos, cos), 1).to(self._device, self._dtype)
+        self._sin = torch.cat((-sin, sin), 1).to(self._device, self._dtype)
+        if deterministic:
+            check_row_invariance(weights)
+
+    def forward(self, batch: Batch, kv: KVPool) -> torch.Tensor:
+        """Compute all tokens, write their K and V, and return logits [len(batch.wanted), vocab]."""
+        weights, eps = self.weights, self.config.norm_eps
+        kv.clear(batch.cleared)
+        shape = (self.config.hidden_size,)
+        x = F.embedding(batch.tokens, weights.embedding)
+        cos, sin = self._cos[batch.positions].unsqueeze(1), self._sin[batch.positions].unsqueeze(1)
+        for number, layer in enumerate(weights.layers):
+            qkv = F.linear(F.rms_norm(x, shape, layer.attention_norm, eps), layer.qkv)
+            self._rotate(qkv, cos, sin)
+            attended = self._attend(number, qkv, batch, kv)
+            x += F.linear(attended, layer.out)
+            gate, up = F.linear(F.rms_norm(x, shape, layer.mlp_norm, eps), layer.gate_up).chunk(2, -1)
+            x += F.linear(F.silu(gate).mul_(up), layer.down)
+        return self._logits(x[batch.wanted])
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        wanted = x.shape[0]
+        if not wanted:
+            return x.new_empty((0, self.config.vocab_size))
+        if self.deterministic and wanted < MIN_ROWS:
+            x = F.pad(x, (0, 0, 0, MIN_ROWS - wanted))
+        x = F.rms_norm(x, (self.config.hidden_size,), self.weights.norm, self.config.norm_eps)
+        return F.linear(x, self.weights.head)[:wanted]
+
+    def _rotate(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Rotate the q and k parts in place."""
+        dim = self.config.head_dim
+        heads = qkv[:, : self._q_size + self._kv_size].view(qkv.shape[0], -1, dim)
+        turned = heads.roll(dim // 2, -1).mul_(sin)
+        heads.mul_(cos).add_(turned)
+
+    def _attend(self, layer: int, qkv: torch.Tensor, batch: Batch, kv: KVPool) -> torch.Tensor:
+        """Write K and V of the batch's tokens, then attend: [tokens, heads * head_dim]."""
+        config, n = self.config, batch.n
+        q = qkv[:, : self._q_size].view(-1, config.kv_heads, config.heads // config.kv_heads, config.head_dim)
+        new = qkv[:n, self._q_size :].view(n, 2, config.kv_heads, config.head_dim)
+        kv.write(layer, batch.slots, new)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for group in batch.groups:
+            rows = slice(group.first, group.last)
+            k, v = kv.gather(layer, group.halves, group.last - group.first)
+            if self.deterministic:
+                out[rows] = attention.exact_decode(q[rows], k, v, group.hidden)
+            else:
+                out[rows] = attention.decode(q[rows], k, v, group.bias)
+        for chunk in batch.chunks:
+            rows = slice(chunk.first, chunk.last)
+            if self.deterministic:
+                k, v = kv.gather(layer, chunk.halves, 1)
+                out[rows] = attention.exact_prefill(q[rows], k[0], v[0], chunk.start)
+            elif chunk.start:
+                k, v = kv.gather(layer, chunk.halves, 1)
+                end = chunk.start + chunk.last - chunk.first
+                out[rows] = attention.prefill(q[rows], k[0, :end], v[0, :end], chunk.start)
+            else:
+                out[rows] = attention.prefill(q[rows], new[rows, 0], new[rows, 1], 0)
+        out[n:] = 0  # padding rows must be finite
+        return out.view(-1, self._q_size)
+
+
+def frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
+    """Rotary frequencies, float32 [head_dim / 2], as transformers computes them."""
+    base = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+    if rope.kind == "default":
+        return base
+    if rope.kind == "linear":
+        return base / rope.factor
+    wavelength = 2 * math.pi / base
+    low, high = rope.original_context / rope.low_freq_factor, rope.original_context / rope.high_freq_factor
+    blend = (rope.original_context / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    between = (1 - blend) * base / rope.factor + blend * base
+    scaled = torch.where(wavelength > low, base / rope.factor, base)
+    return torch.where((wavelength <= low) & (wavelength >= high), between, scaled)
+
+
+def check_row_invariance(weights: Weights) -> None:
+    """Raises EngineError if this build's matrix product rounds a row differently by how many rows there are."""
+    probed = set()
+    draw = torch.Generator().manual_seed(0)
+    for matrix in weights.matrices():
+        if matrix.shape in probed:
+            continue
+        probed.add(matrix.shape)
+        x = torch.randn((max(PROBE_ROWS), matrix.shape[1]), generator=draw).to(matrix)
+        whole = F.linear(x, matrix)
+        for rows in PROBE_ROWS:
+            if not torch.equal(F.linear(x[-rows:], matrix), whole[-rows:]):
+                raise EngineError(
+                    f"deterministic: on this machine a {tuple(matrix.shape)} {matrix.dtype} product of {rows} rows"
+                    " rounds differently from a larger one; run without it, or with another dtype or threads"
+                )
