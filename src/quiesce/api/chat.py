@@ -1,0 +1,128 @@
+"""Text to token ids: the model folder's tokenizer and chat template, run in threads so that the loop never waits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+# Before transformers is imported: a model folder is complete, nothing is looked up on the network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+from jinja2 import TemplateError
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from quiesce.api.detokenize import Vocabulary
+from quiesce.api.errors import ApiError, invalid
+
+THREADS = 2
+T = TypeVar("T")
+
+
+class TextModel:
+    """Tokenizer, chat template and vocabulary of one model folder.
+
+    Raises ValueError or OSError, with the folder named, when the folder has no usable tokenizer.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            self._wrapper: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # transformers raises whatever its parsers raise
+            raise ValueError(f"{folder} has no usable tokenizer: {error}") from error
+        backend = getattr(self._wrapper, "backend_tokenizer", None)
+        if not isinstance(backend, Tokenizer):
+            raise ValueError(f"{folder} has no fast tokenizer (tokenizer.json); convert it with transformers")
+        # A copy of our own: the wrapper's truncation and padding settings are not thread-safe.
+        self._tokenizer = Tokenizer.from_str(backend.to_str())
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.vocabulary = Vocabulary(self._tokenizer)
+        self.vocabulary_size = _embedding_rows(folder) or self._tokenizer.get_vocab_size()
+        self._longest_token = _longest_token(self._tokenizer)
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._wrapper.chat_template)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def encode(self, prompt: str | list[int] | list[dict[str, str]], limit: int) -> tuple[int, ...]:
+        """Token ids of a text, of ids (checked against the vocabulary), or of chat messages.
+
+        Raises ApiError 400 when there are none, when the chat template refuses, or at once when the prompt is
+        so long that it cannot be within `limit` tokens.
+        """
+        if isinstance(prompt, str):
+            self._refuse_hopeless("prompt", len(prompt.encode()), limit)
+            ids = await self._in_thread(lambda: self._tokenizer.encode(prompt, add_special_tokens=True).ids)
+        elif isinstance(prompt[0], int):
+            return self._checked(prompt)
+        else:
+            messages: list[dict[str, str]] = prompt
+            self._refuse_hopeless("messages", sum(len(m["content"].encode()) for m in messages), limit)
+            ids = await self._in_thread(lambda: self._encode_chat(messages))
+        if not ids:
+            raise invalid("prompt", "must not be empty: it has no tokens")
+        return tuple(ids)
+
+    def _encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        if not self.has_chat_template:
+            raise invalid("messages", "this model has no chat template; use /v1/completions", "no_chat_template")
+        try:
+            text = self._wrapper.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise invalid("messages", f"the model's chat template refused them: {error}") from None
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def _checked(self, ids: list[int]) -> tuple[int, ...]:
+        for id in ids:
+            if not 0 <= id < self.vocabulary_size:
+                raise invalid("prompt", f"token ids must be between 0 and {self.vocabulary_size - 1}, got {id}"[:200])
+        return tuple(ids)
+
+    def _refuse_hopeless(self, param: str, size: int, limit: int) -> None:
+        """No token is longer than the longest, so megabytes need not be tokenized to be refused."""
+        least = size // self._longest_token if self._longest_token else 0
+        if least > limit:
+            raise too_long(param, f"at least {least}", limit)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def too_long(param: str, tokens: int | str, limit: int) -> ApiError:
+    return invalid(
+        param,
+        f"the prompt has {tokens} tokens, but prompt and answer together may have at most {limit} here",
+        "context_length_exceeded",
+    )
+
+
+def _embedding_rows(folder: Path) -> int | None:
+    """`vocab_size` of config.json: the ids that the model has an embedding for."""
+    try:
+        rows = json.loads((folder / "config.json").read_bytes()).get("vocab_size")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return rows if isinstance(rows, int) else None
+
+
+def _longest_token(tokenizer: Tokenizer) -> int | None:
+    """Bytes of text that one token can stand for at most; None when that has no bound."""
+    state = json.loads(tokenizer.to_str())
+    swallows = any(token.get("lstrip") or token.get("rstrip") for token in state.get("added_tokens", []))
+    if state.get("normalizer") is not None or swallows:  # may drop any amount of text
+        return None
+    if state.get("model", {}).get("type") != "BPE" or (state.get("pre_tokenizer") or {}).get("type") == "Whitespace":
+        return None
+    return max(len(token.encode()) for token in tokenizer.get_vocab(with_added_tokens=True))

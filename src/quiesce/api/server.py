@@ -1,0 +1,101 @@
+"""The routes: generation, models, health, metrics, and the ledgers for whoever debugs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from quiesce.api.errors import ApiError
+from quiesce.api.generate import Front, Generate
+from quiesce.api.schemas import parse_chat, parse_completion
+from quiesce.api.stream import ChatShape, CompletionShape
+from quiesce.core.messages import Inspected
+
+INSPECT_SECONDS = 1.0
+JSON = "application/json"
+
+
+def make_app(front: Front) -> Starlette:
+    """The ASGI application. `front.backend` must live in the same event loop."""
+    pages = Pages(front)
+    chat = Generate(front, "/v1/chat/completions", parse_chat, ChatShape)
+    completion = Generate(front, "/v1/completions", parse_completion, CompletionShape)
+    routes = [
+        Route(chat.route, chat, methods=["POST"]),
+        Route(completion.route, completion, methods=["POST"]),
+        Route("/v1/models", pages.models),
+        Route("/v1/models/{name:path}", pages.model),
+        Route("/health", pages.health),
+        Route("/metrics", pages.metrics),
+        Route("/debug/ledger", pages.ledger),
+    ]
+    return Starlette(routes=routes, exception_handlers={HTTPException: _http_error, ApiError: _api_error})
+
+
+class Pages:
+    """Everything that is not a generation."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._created = int(time.time())
+
+    def _model(self) -> dict[str, Any]:
+        """`max_model_len` is the effective limit: the least of context and pools over the usable workers."""
+        return {
+            "id": self._front.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "quiesce",
+            "max_model_len": self._front.backend.context_limit(),
+        }
+
+    async def models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != self._front.model:
+            message = f"model: {name[:200]!r} is not served here, only {self._front.model!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return _json(self._model())
+
+    async def health(self, request: Request) -> Response:
+        healthy, detail = self._front.backend.health()
+        return _json(detail, 200 if healthy else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        backend = self._front.backend
+        workers = await backend.inspect(INSPECT_SECONDS)
+        body = self._front.metrics.exposition(workers, backend.counters(), backend.legs())
+        return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def ledger(self, request: Request) -> Response:
+        workers = await self._front.backend.inspect(INSPECT_SECONDS)
+        state = {
+            name: answer.state if isinstance(answer, Inspected) else {"error": answer}
+            for name, answer in sorted(workers.items())
+        }
+        return _json(state)
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type=JSON)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods, in OpenAI's shape."""
+    assert isinstance(error, HTTPException)
+    said = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    return Response(said.body(), said.status, headers=dict(error.headers or {}), media_type=JSON)
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return Response(error.body(), error.status, media_type=JSON)

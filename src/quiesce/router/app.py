@@ -1,0 +1,118 @@
+"""The router process: HTTP in front, workers behind, one event loop. Composition only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+import uvicorn
+import uvloop
+import zmq
+
+from quiesce.api.chat import TextModel
+from quiesce.api.generate import Front, FrontLimits
+from quiesce.api.metrics import FrontMetrics
+from quiesce.api.server import make_app
+from quiesce.router.dispatch import Dispatcher
+from quiesce.router.links import Links
+from quiesce.router.registry import Patience, Registry
+
+if TYPE_CHECKING:
+    from quiesce.roles.settings import RouterSettings
+
+log = logging.getLogger(__name__)
+
+EXIT_SETTINGS = 2  # something in the settings cannot be used: address, keys, model folder
+
+
+class _Server(uvicorn.Server):
+    """Signals are the router's: it drains before the HTTP server may end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class Router:
+    """Listens from `start` to `stop`. Make it inside the running loop.
+
+    Raises OSError, ValueError or zmq.ZMQError when an address or the keys cannot be used.
+    """
+
+    def __init__(self, settings: RouterSettings, text: TextModel, patience: Patience | None = None) -> None:
+        self._settings = settings
+        self._stopping: asyncio.Task[None] | None = None
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        self._socket = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+        self.host, self.port = self._socket.getsockname()[:2]
+        self.dispatcher = Dispatcher(Registry(patience))
+        try:
+            self.links = Links(settings.registry, settings.keys, self.dispatcher)
+        except BaseException:
+            self._socket.close()
+            raise
+        self.dispatcher.start(self.links)
+        limits = FrontLimits(settings.max_inflight, settings.request_timeout, settings.max_body)
+        self.front = Front(self.dispatcher, text, settings.served_model_name, limits, FrontMetrics())
+        config = uvicorn.Config(
+            make_app(self.front),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=2,
+        )
+        self._server = _Server(config)
+
+    async def serve(self) -> None:
+        """Returns after `stop`."""
+        shown = f"[{self.host}]" if ":" in self.host else self.host
+        log.info("listening on http://%s:%d, workers register at %s", shown, self.port, self.links.endpoint)
+        try:
+            await self._server.serve(sockets=[self._socket])
+        finally:
+            self.dispatcher.close()
+
+    def stop(self) -> None:
+        """Drains, then ends `serve`. Called again: ends it without waiting for running requests."""
+        if self._stopping is None:
+            log.info("draining: %d requests run", self.front.inflight)
+            self._stopping = asyncio.get_running_loop().create_task(self._drain(), name="drain")
+        else:
+            self._server.should_exit = True
+
+    async def _drain(self) -> None:
+        try:
+            await self.dispatcher.drain(self._settings.drain_timeout)
+        finally:
+            self._server.should_exit = True
+
+
+def run(settings: RouterSettings) -> int:
+    """Runs the router until SIGTERM or SIGINT; returns the exit status of the process."""
+    level = settings.log_level.upper()
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        text = TextModel(settings.model)
+        uvloop.run(_run(settings, text))
+    except (OSError, ValueError, zmq.ZMQError) as error:
+        log.error("the router cannot start: %s", error)
+        return EXIT_SETTINGS
+    text.close()
+    return 0
+
+
+async def _run(settings: RouterSettings, text: TextModel) -> None:
+    router = Router(settings, text)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, router.stop)
+    await router.serve()

@@ -1,0 +1,173 @@
+"""Which workers there are, by name and epoch, and which of them can be given work. No I/O; time is handed in."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from quiesce.core.messages import Exited, Register
+
+MAX_WORKERS = 1024
+REMEMBERED_EPOCHS = 4096
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds. `silent`: no heartbeat, so not chosen; twice that: its running answers end. `stalled`: work but no
+    loop progress. `forgotten`: silent so long that its entry goes."""
+
+    silent: float = 4.0
+    stalled: float = 30.0
+    forgotten: float = 60.0
+
+
+@dataclass
+class Worker:
+    """One epoch of one worker."""
+
+    latest: Register
+    user: str  # the key it proved
+    seen: float
+    moved: float  # when `progress` last changed
+    up: bool = False  # the link to its control socket
+    legs: set[str] = field(default_factory=set)  # rids it has not ended
+    chosen: int = 0  # turn at which it was last chosen
+    told_silent: bool = False
+    told_lost: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.latest.address.name
+
+    @property
+    def epoch(self) -> int:
+        return self.latest.address.epoch
+
+    @property
+    def role(self) -> str:
+        return self.latest.role
+
+    def trouble(self, now: float, patience: Patience) -> str | None:
+        """Why it cannot be trusted with work now, for people; None when it can."""
+        if not self.up:
+            return "the router's connection to it is down"
+        if now - self.seen > patience.silent:
+            return f"no heartbeat for {now - self.seen:.1f} s"
+        if (self.latest.queued or self.latest.running) and now - self.moved > patience.stalled:
+            return f"its engine loop has not moved for {now - self.moved:.1f} s"
+        return None
+
+    @property
+    def full(self) -> bool:
+        return len(self.legs) >= self.latest.limits.max_queued
+
+
+# ---------------------------------------------------------------- changes for whoever owns the sockets
+
+
+@dataclass(frozen=True)
+class Connect:
+    worker: Worker
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Its legs end. `gone`: it will not come back under this epoch, so its link is closed."""
+
+    worker: Worker
+    reason: str
+    gone: bool
+
+
+@dataclass(frozen=True)
+class Silent:
+    worker: Worker
+    reason: str
+
+
+Change = Connect | Lost | Silent
+
+
+class Registry:
+    def __init__(self, patience: Patience | None = None) -> None:
+        self.patience = patience or Patience()
+        self.workers: dict[str, Worker] = {}
+        self.refused = 0  # registrations not accepted
+        self.departed: deque[dict[str, Any]] = deque(maxlen=16)
+        self._over: dict[int, None] = {}  # epochs that ended; a late heartbeat does not revive them
+        self._swept: float | None = None
+
+    def on_register(self, message: Register, user: str, now: float) -> list[Change]:
+        """A heartbeat, the first one included. A worker may speak for its own key alone."""
+        address = message.address
+        if user != address.public_key or address.epoch in self._over:
+            self.refused += 1
+            return []
+        known = self.workers.get(address.name)
+        if known is not None and known.epoch == address.epoch:
+            if known.latest.progress != message.progress or not (message.queued or message.running):
+                known.moved = now
+            known.latest, known.seen = message, now
+            known.told_silent = known.told_lost = False
+            return []
+        if known is None and len(self.workers) >= MAX_WORKERS:
+            self.refused += 1
+            return []
+        if known is not None and known.user != user and known.trouble(now, self.patience) is None:
+            self.refused += 1  # a healthy worker's name is not taken over by another key
+            return []
+        changes = self._remove(known, "it was replaced by a new process", now) if known is not None else []
+        worker = Worker(message, user, seen=now, moved=now)
+        self.workers[address.name] = worker
+        return [*changes, Connect(worker)]
+
+    def on_exited(self, message: Exited, user: str, now: float) -> list[Change]:
+        """The supervisor's word. A worker may say it of itself, not of others."""
+        known = self.workers.get(message.name)
+        if any(worker.user == user and worker.name != message.name for worker in self.workers.values()):
+            self.refused += 1
+            return []
+        self._remember(message.epoch)
+        if known is None or known.epoch != message.epoch:
+            return []
+        return self._remove(known, "its process ended", now)
+
+    def on_link(self, worker: Worker, up: bool) -> list[Change]:
+        was_up, worker.up = worker.up, up
+        if up or not was_up:
+            return []
+        return [Lost(worker, f"worker {worker.name} closed its connection or died", gone=False)]
+
+    def sweep(self, now: float) -> list[Change]:
+        """Call several times a second."""
+        paused = self._swept is not None and now - self._swept > self.patience.silent / 4
+        self._swept = now
+        changes: list[Change] = []
+        for worker in list(self.workers.values()):
+            if paused:  # we were away: heartbeats that wait in our inbox are not silence
+                worker.seen, worker.moved = max(worker.seen, now), max(worker.moved, now)
+                continue
+            quiet = now - worker.seen
+            reason = f"worker {worker.name} has sent no heartbeat for {quiet:.1f} s"
+            if quiet > self.patience.forgotten:
+                changes += self._remove(worker, reason, now, over=False)
+            elif quiet > 2 * self.patience.silent and not worker.told_lost:
+                worker.told_lost = True
+                changes.append(Lost(worker, reason, gone=False))
+            elif quiet > self.patience.silent and not worker.told_silent:
+                worker.told_silent = True
+                changes.append(Silent(worker, reason))
+        return changes
+
+    def _remove(self, worker: Worker, reason: str, now: float, over: bool = True) -> list[Change]:
+        del self.workers[worker.name]
+        if over:
+            self._remember(worker.epoch)
+        self.departed.append({"name": worker.name, "epoch": f"{worker.epoch:016x}", "reason": reason, "at": now})
+        return [Lost(worker, f"worker {worker.name} is gone: {reason}", gone=True)]
+
+    def _remember(self, epoch: int) -> None:
+        self._over[epoch] = None
+        if len(self._over) > REMEMBERED_EPOCHS:
+            del self._over[next(iter(self._over))]
