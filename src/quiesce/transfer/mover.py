@@ -242,6 +242,8 @@ class Mover:
         wire.require_sealed(fds[0], size)
         attachment.memory = mmap.mmap(fds[0], size, mmap.MAP_SHARED)
         attachment.memory.madvise(mmap.MADV_DONTFORK)
+        wire.close_all(fds)
+        fds.clear()
         attachment.pages = np.frombuffer(attachment.memory, np.uint8).reshape(memory.pages, memory.page_bytes)
         # set before the lender learns of it: its first grant may be on its way at once
         attachment.generation = memory.generation

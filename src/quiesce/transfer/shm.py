@@ -9,7 +9,7 @@ from pathlib import Path
 
 from quiesce.core.messages import Grant
 from quiesce.transfer import mover_wire as wire
-from quiesce.transfer.arena import SEALS
+from quiesce.transfer.arena import SEALS, shared_arena
 from quiesce.transfer.interface import (
     Arena,
     Capabilities,
@@ -157,3 +157,8 @@ class ShmTransport:
         self._watch.flag(bool(self._lender.lost or self._poster.lost or self._poster.ended))
         due = [t for t in (self._lender.next_deadline(), self._poster.next_deadline()) if t is not None]
         self._watch.alarm(min(due, default=None))
+
+
+def factory(run_dir: Path, epoch: int, pages: int, page_bytes: int) -> tuple[ShmTransport, Arena]:
+    """For the conformance suite: `quiesce.transfer.shm:factory`."""
+    return ShmTransport(run_dir, epoch, max_transfer_pages=100), shared_arena(pages, page_bytes)

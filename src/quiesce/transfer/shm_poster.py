@@ -21,7 +21,7 @@ log = logging.getLogger("quiesce.transfer")
 
 JOBS_AT_MOVER = 8  # per lender; what is behind them can still be cancelled
 RETRY_FIRST, RETRY_MOST = 0.05, 2.0  # seconds
-_SETTLED = 10.0  # a mover or attachment that lived this long is not part of a crash loop
+_SETTLED = 10.0  # a mover that lived this long is not part of a crash loop
 
 _DescriptorDecoder = msgspec.msgpack.Decoder(wire.Descriptor)
 
@@ -196,7 +196,7 @@ class Poster:
         state = self._lenders.get(peer.number)
         refusal = self._refusal(state, src_pages, dst_pages, grant)
         if refusal is not None or state is None:
-            log.warning("post %d to epoch %x refused, nothing was touched: %s", post.id, peer.epoch, refusal)
+            log.info("post %d to epoch %x refused, nothing was touched: %s", post.id, peer.epoch, refusal)
             self._end(post, Outcome.FAILED_CLEAN)
             return post
         if not len(src_pages):
@@ -291,8 +291,9 @@ class Poster:
         state.at_mover -= 1
         if reason is None:
             self.counters["placed_pages"] += pages
+            self._crashes = 0  # a mover that works may be killed by fences as often as lenders see fit
         elif not total.failed:
-            log.warning("post %d to epoch %x failed: %s", total.post.id, state.peer.epoch, reason)
+            log.info("post %d to epoch %x failed: %s", total.post.id, state.peer.epoch, reason)
         self._count_down(total, state, failed=reason is not None)
         self._feed(state)
 
