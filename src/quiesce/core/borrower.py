@@ -66,7 +66,7 @@ class Record:
     state: State = State.OPEN
     offer: Offer | None = None  # None only for a tombstone left by an ABORT that overtook its OFFER
     queue: deque[Chunk] = field(default_factory=deque)
-    count: int = 0  # posts made and not yet terminal: the only thing that speaks (guard A1)
+    posts: set[int] = field(default_factory=set)  # numbers of posts made and not yet terminal
     tainted: bool = False
     stop: bool = False
     asked: bool = False  # an ABORT waits for its answer
@@ -80,6 +80,11 @@ class Record:
     answer: HandOff | None = None  # what a repeated OFFER or a REPEAT timer says again
     acked: bool = False
     repeats: int = 0
+
+    @property
+    def count(self) -> int:
+        """Posts made and not yet terminal: the only thing that speaks (guard A1)."""
+        return len(self.posts)
 
 
 # ---------------------------------------------------------------- events
@@ -112,7 +117,7 @@ class PostEnded:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A local failure: pairing, compute, deadline, router cancel. Reaches every lender rank (guard N7)."""
+    """A local failure: pairing, compute, deadline, router cancel."""
 
     leg: Leg
     reason: str
@@ -131,7 +136,7 @@ class LenderUp:
 
 @dataclass(frozen=True, slots=True)
 class LenderGone:
-    """The lender's process is dead or replaced: as on ABORT, unanswered."""
+    """The lender's process is dead or replaced, for good: as on ABORT, unanswered. Never for a lost connection."""
 
     epoch: int
 
@@ -152,6 +157,7 @@ class Borrower:
         self.max_records = max_records
         self.records: dict[TransferId, dict[int, Record]] = {}  # by transfer, then by lender rank
         self.lenders: set[int] = set()
+        self.gone: set[int] = set()  # lender epochs that ended, one number for each process that ever did
         self.known = 0
         self.stale = 0
         self.taints = 0
@@ -173,6 +179,8 @@ class Borrower:
         if isinstance(event, Heard):
             return self._heard(event)
         if isinstance(event, LenderUp):
+            if event.epoch in self.gone:
+                return self._drop()  # its records were forgotten: "unknown" of it would prove nothing (guard A14)
             self.lenders.add(event.epoch)
             return []
         if isinstance(event, LenderGone):
@@ -220,7 +228,7 @@ class Borrower:
             ahead = sum(1 for other in self.all_records() if other.state is State.OPEN)
             self._store(Record(leg, offer=message, answer=Accept(leg, ahead)))
             return [Send(to, Accept(leg, ahead)), Opened(leg)]
-        if isinstance(message, Abort):
+        if isinstance(message, Abort) and to in self.lenders:
             if self._is_closed(leg):
                 return [Send(to, Drained(leg))]
             # Tombstone first, then the answer: the OFFER that this ABORT overtook must find it (guard N5).
@@ -249,25 +257,25 @@ class Borrower:
         """Posts what the window allows. Before each single post: count up, read the stop flag, post (guard A2)."""
         actions: list[Action] = []
         while record.queue and record.count < self.window:
-            record.count += 1
+            self._posts += 1
+            record.posts.add(self._posts)
             if record.stop:
-                record.count -= 1
+                record.posts.discard(self._posts)
                 record.queue.clear()
                 break
-            actions.append(self._post(record, record.queue.popleft()))
+            actions.append(self._post(record, record.queue.popleft(), self._posts))
         return actions
 
-    def _post(self, record: Record, chunk: Chunk) -> Post:
+    def _post(self, record: Record, chunk: Chunk, number: int) -> Post:
         assert record.offer is not None
         if not record.lent:
             self.sources.lend(LeaseKey.source(record.leg))
             record.lent = True
-        self._posts += 1
         grant = record.offer.grant
         record.posted += len(chunk.source)
         return Post(
             leg=record.leg,
-            number=self._posts,
+            number=number,
             source=chunk.source,
             destination=grant.pages[chunk.first : chunk.first + len(chunk.source)],
             grant=grant,
@@ -279,12 +287,13 @@ class Borrower:
         return self._done_if_landed(record)
 
     def _post_ended(self, record: Record, event: PostEnded) -> list[Action]:
+        if event.number not in record.posts:
+            return self._drop()  # told twice: the count falls once a post (guard A1)
         actions: list[Action] = []
         if event.outcome is Outcome.UNKNOWN:
             record.tainted = True
             self.taints += 1
-        assert record.count > 0, f"{record.leg}: an outcome without a post"
-        record.count -= 1
+        record.posts.remove(event.number)
         if record.state is State.OPEN:
             if event.outcome is Outcome.PLACED:
                 actions += self._pump(record)
@@ -309,6 +318,11 @@ class Borrower:
         return self._fail(record, event.reason)
 
     def _fail(self, record: Record, reason: str) -> list[Action]:
+        """Reaches every lender rank of the transfer, with the first cause (guard N7)."""
+        legs = [leg for leg in self.records[record.leg.tid].values() if leg.state is State.OPEN]
+        return [action for leg in legs for action in self._fail_one(leg, reason)]
+
+    def _fail_one(self, record: Record, reason: str) -> list[Action]:
         self._stop(record)
         record.state = State.FAILED
         record.answer = Failed(record.leg, reason)
@@ -433,6 +447,7 @@ class Borrower:
 
     def _lender_gone(self, event: LenderGone) -> list[Action]:
         self.lenders.discard(event.epoch)
+        self.gone.add(event.epoch)
         for key in [k for k in self._closed if k[0] == event.epoch]:
             del self._closed[key]
         mine = [record for record in self.all_records() if record.leg.tid.epoch == event.epoch]

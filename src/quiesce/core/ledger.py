@@ -7,7 +7,7 @@ Nothing else returns a page: no timer, no counter, no special case. A request's 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -16,6 +16,7 @@ from quiesce.core.pages import PagePool
 from quiesce.core.proofs import Borrowing, LeaseKey, Proof, Waiver
 
 WRITING = (Borrowing.WRITE, Borrowing.COMPUTE, Borrowing.FOREIGN)
+REMOTE_WRITERS = (Borrowing.WRITE, Borrowing.FOREIGN)
 
 
 @dataclass(slots=True)
@@ -71,7 +72,7 @@ class Ledger:
         self.opened = 0
         self.unsound = 0
         self.stale = 0  # proofs that fitted no open lease
-        self.faults: list[BaseException] = []  # raised by on_release; the release itself stands
+        self.faults: deque[Exception] = deque(maxlen=64)  # raised by on_release; the release itself stands
         self._pages_in = Counter[str]()  # owned | held | retained -> pages
 
     # ------------------------------------------------------------ owning
@@ -125,6 +126,12 @@ class Ledger:
             raise LedgerError(f"lease {key} is open already")
         if pages is not None and not set(pages) <= set(holding.pages):
             raise LedgerError(f"lease {key} names pages that {key.tid} does not have")
+        for lease in holding.leases.values():
+            # A page that somebody remote may write has no reader and no step of our own (guard H1).
+            apart = (key.kind in REMOTE_WRITERS) != (lease.key.kind in REMOTE_WRITERS)
+            overlap = pages is None or lease.pages is None or not lease.pages.isdisjoint(pages)
+            if apart and overlap and key.kind is not Borrowing.FOREIGN:
+                raise LedgerError(f"lease {key} would share pages with {lease.key}: one writes remotely, one reads")
         holding.leases[key] = Lease(key, generation, None if pages is None else set(pages))
         self.opened += 1
 

@@ -67,6 +67,7 @@ class Published:
     accepted: bool = False
     busy: bool = False
     tainted: bool = False
+    lost: bool = False  # its epoch is dead or replaced: GONE is what to ask for
     deferrals: int = 0
 
 
@@ -82,7 +83,7 @@ class Transfer:
     published: dict[int, Published] = field(default_factory=dict)
     cause: str | None = None
     repeats: int = 0
-    accusers: set[int] = field(default_factory=set)  # QUARANTINE: peers whose fence is still owed
+    accused: dict[int, int] = field(default_factory=dict)  # QUARANTINE: epoch -> generation whose fence is owed
 
 
 # ---------------------------------------------------------------- events
@@ -111,7 +112,8 @@ class End:
 class Verified:
     tid: TransferId
     matches: bool
-    peers: frozenset[int] = frozenset()  # epochs of every peer that could have written, when it does not
+    # When it does not match: epochs of every peer that could have written. Empty: only a restart ends it.
+    peers: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,7 @@ class Lender:
         self.stale = 0
         self.ended: Counter[str] = Counter()
         self._fencing: dict[int, int] = {}  # peer epoch -> generation a fence is running for
+        self._granted: dict[int, int] = {}  # peer epoch -> newest generation it was ever granted
 
     # ------------------------------------------------------------ in
 
@@ -192,6 +195,8 @@ class Lender:
     def _heard(self, event: Heard) -> list[Action]:
         message = event.message
         leg = getattr(message, "leg", None)
+        if isinstance(message, Refused) and message.reason == "wrong epoch" and message.leg.p_epoch != event.speaker:
+            return self._wrong_epoch(message)
         if leg is None or leg.p_epoch != event.speaker or leg.d_rank != self.rank:
             self.stale += 1
             return []
@@ -211,6 +216,8 @@ class Lender:
     # ------------------------------------------------------------ the offer
 
     def _publish(self, transfer: Transfer, event: Publish) -> list[Action]:
+        if event.rank in transfer.published:
+            return []
         epoch = transfer.ranks[event.rank]
         leg = Leg(transfer.tid, self.rank, event.rank, epoch)
         pages = self.ledger.pages(transfer.tid)
@@ -226,6 +233,7 @@ class Lender:
         # Published first, then sent: a send that fails may still have been seen (guard H4).
         self.ledger.lend(LeaseKey.write(leg), event.generation, pages)
         transfer.published[event.rank] = Published(offer)
+        self._granted[epoch] = max(event.generation, self._granted.get(epoch, 0))
         actions: list[Action] = [
             Send(epoch, offer),
             Arm(Timer.REPEAT, transfer.tid),
@@ -254,6 +262,17 @@ class Lender:
             # The bound epoch stored a tombstone before it said so: it posted nothing and never will.
             self._prove(transfer, message.leg, ProofKind.NEVER_STARTED)
         return self._hold(transfer, f"prefill refused the transfer: {message.reason}")
+
+    def _wrong_epoch(self, message: Refused) -> list[Action]:
+        """A successor of the bound epoch speaks. It knows nothing of its predecessor's posts: hold, prove nothing."""
+        transfer = self.transfers.get(message.leg.tid)
+        peer = None if transfer is None else transfer.published.get(message.leg.p_rank)
+        if transfer is None or peer is None or peer.offer.leg != message.leg or peer.done is not None:
+            self.stale += 1
+            return []
+        if transfer.state not in (State.RESERVED, State.OFFERED):
+            return []
+        return self._hold(transfer, "the prefill engine restarted")
 
     # ------------------------------------------------------------ landing
 
@@ -294,7 +313,7 @@ class Lender:
         # Somebody we cannot name wrote here: proofs of our own ranks say nothing about that (guard H15).
         transfer.state = State.QUARANTINE
         transfer.cause = "digest mismatch: the pages were changed by a foreign writer"
-        transfer.accusers = set(event.peers)
+        transfer.accused = {epoch: self._granted.get(epoch, 0) for epoch in event.peers}
         self.ledger.lend(LeaseKey.foreign(transfer.tid))
         self.ledger.end(transfer.tid)
         self.ledger.retain(transfer.tid)
@@ -376,7 +395,7 @@ class Lender:
         if peer.proven or peer.tainted:
             return []  # repeats start no second fence (guard H17)
         peer.tainted = True
-        return self._revoke(peer.offer.leg.p_epoch, peer.offer.grant.generation, dead=False)
+        return self._revoke_all([peer])
 
     def _prove(self, transfer: Transfer, leg: Leg, kind: ProofKind) -> None:
         peer = transfer.published[leg.p_rank]
@@ -416,15 +435,15 @@ class Lender:
                 peer.busy, peer.deferrals = False, peer.deferrals + 1
             return [Arm(Timer.HOLD, transfer.tid, event.attempt + 1)]
         self.ledger.retain(transfer.tid)
-        return self._revoke_all(unproven, dead=False)
+        return self._revoke_all(unproven)
 
     def _refence(self, transfer: Transfer, event: Fired) -> list[Action]:
-        return self._revoke_all([p for p in transfer.published.values() if not p.proven], dead=False)
+        return self._revoke_all([p for p in transfer.published.values() if not p.proven])
 
-    def _revoke_all(self, peers: list[Published], *, dead: bool) -> list[Action]:
+    def _revoke_all(self, peers: list[Published]) -> list[Action]:
         actions: list[Action] = []
         for peer in peers:
-            actions += self._revoke(peer.offer.leg.p_epoch, peer.offer.grant.generation, dead=dead)
+            actions += self._revoke(peer.offer.leg.p_epoch, peer.offer.grant.generation, dead=peer.lost)
         return actions
 
     def _revoke(self, epoch: int, generation: int, *, dead: bool) -> list[Action]:
@@ -439,16 +458,18 @@ class Lender:
             bound = [rank for rank, epoch in transfer.ranks.items() if epoch == event.epoch]
             unproven = [p for rank, p in transfer.published.items() if rank in bound and not p.proven]
             unpublished = any(rank not in transfer.published for rank in bound)
+            for peer in unproven:
+                peer.lost = True
             if transfer.state in (State.RESERVED, State.OFFERED) and (unproven or unpublished):
                 actions += self._hold(transfer, event.reason)
             if transfer.state is State.HOLDING:
-                actions += self._revoke_all(unproven, dead=True)
+                actions += self._revoke_all(unproven)
         return actions
 
     def _revoked(self, event: Revoked) -> list[Action]:
         """Closes what it covers and nothing else; what it covers and was still under way never commits."""
         proof = event.proof
-        if self._fencing.get(proof.epoch, -1) <= (proof.generation or 0):
+        if proof.generation is None or self._fencing.get(proof.epoch, -1) <= proof.generation:
             self._fencing.pop(proof.epoch, None)
         actions: list[Action] = []
         for transfer in list(self.transfers.values()):
@@ -465,8 +486,13 @@ class Lender:
         return actions
 
     def _absolve(self, transfer: Transfer, proof: Proof) -> list[Action]:
-        transfer.accusers.discard(proof.epoch)
-        if transfer.accusers:
+        """A fence of every accused peer, each as wide as what that peer could write (guards H15, H16)."""
+        owed = transfer.accused.get(proof.epoch)
+        narrow = proof.pages is not None and not proof.pages.issuperset(self.ledger.pages(transfer.tid))
+        if owed is None or narrow or (proof.generation is not None and proof.generation < owed):
+            return []
+        del transfer.accused[proof.epoch]
+        if transfer.accused:
             return []
         key = LeaseKey.foreign(transfer.tid)
         self.ledger.close(key, Proof(ProofKind.FENCED, epoch=0, tid=transfer.tid))
@@ -516,6 +542,7 @@ TABLE: dict[tuple[State, object], Row] = {
     (State.LANDED, Verified): Lender._verified,
     (State.LANDED, Failed): Lender._failed,
     (State.LANDED, End): Lender._end,
+    (State.LANDED, Timer.DEADLINE): Lender._deadline,
     (State.COMMITTED, End): Lender._finish,
     (State.HOLDING, Done): Lender._done_in_holding,
     (State.HOLDING, Refused): Lender._refused_in_holding,
