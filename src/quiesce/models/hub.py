@@ -11,6 +11,7 @@ from quiesce.models.progress import Steps
 
 HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 ALLOWED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+IGNORED = ["*/*", "consolidated*.safetensors"]  # other runtimes' copies of the same weights
 
 
 def is_hub_id(model: str) -> bool:
@@ -40,27 +41,25 @@ def snapshot(repo: str, revision: str | None, local: bool) -> Path:
     from huggingface_hub import errors, snapshot_download  # noqa: PLC0415 - 0.3 s that other models need not pay
 
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=ALLOWED, local_files_only=local))
+        folder = snapshot_download(
+            repo, revision=revision, allow_patterns=ALLOWED, ignore_patterns=IGNORED, local_files_only=local
+        )
     except errors.GatedRepoError as error:
-        raise ModelError(
-            f"{repo} is gated on the hub.",
-            "Accept its licence there and set HF_TOKEN (or run `hf auth login`).",
-        ) from error
+        raise ModelError(f"{repo} is gated on the hub.", "Accept its licence there and set HF_TOKEN.") from error
     except errors.RepositoryNotFoundError as error:
         raise ModelError(
             f"The hub has no model {repo} that you may read.", "Check its name; a private one needs HF_TOKEN."
         ) from error
     except errors.RevisionNotFoundError as error:
-        raise ModelError(
-            f"{repo} has no revision {revision!r} on the hub.", "Check its branches and tags."
-        ) from error
+        raise ModelError(f"{repo} has no revision {revision!r} on the hub.", "Check its name.") from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         raise ModelError(
             f"{repo} is not in the local cache, and the hub cannot be reached ({first_line(error)}).",
-            "Go online once (unset HF_HUB_OFFLINE), or pass the path of a model folder.",
+            "Go online once (without HF_HUB_OFFLINE), or pass the path of a model folder.",
         ) from error
-    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
+    except Exception as error:  # its network libraries' own errors, which change from version to version
         raise ModelError(f"The hub did not give {repo}: {first_line(error)}.", "Try again later.") from error
+    return Path(folder)
 
 
 def first_line(error: Exception) -> str:
