@@ -9,12 +9,22 @@ answer. One thread runs this machine, so "in this order" is the order of the lin
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Callable
 
-from quiesce.core.ledger import Ledger
+from quiesce.core.borrowing import (
+    Chunk,
+    ChunkReady,
+    Complete,
+    DrainSaid,
+    Event,
+    Fault,
+    LenderGone,
+    LenderUp,
+    Outcome,
+    PostEnded,
+    Record,
+    State,
+)
 from quiesce.core.machine import Action, Arm, Fired, Heard, Opened, Post, Send, Stopped, Timer, TryDrain
 from quiesce.core.messages import (
     Abort,
@@ -24,7 +34,6 @@ from quiesce.core.messages import (
     Done,
     Drained,
     Failed,
-    FirstToken,
     HandOff,
     Leg,
     NeverStarted,
@@ -32,146 +41,30 @@ from quiesce.core.messages import (
     Ping,
     Refused,
     Tainted,
-    TransferId,
 )
-from quiesce.core.proofs import LeaseKey, Proof, ProofKind
+from quiesce.core.proofs import LeaseKey, ProofKind
+from quiesce.core.records import Records
+
+__all__ = [
+    "TABLE",
+    "Borrower",
+    "Chunk",
+    "ChunkReady",
+    "Complete",
+    "DrainSaid",
+    "Event",
+    "Fault",
+    "LenderGone",
+    "LenderUp",
+    "Outcome",
+    "PostEnded",
+    "Record",
+    "State",
+]
 
 
-class State(Enum):
-    OPEN = "open"
-    CLOSING = "closing"
-    FAILED = "failed"
-    DONE = "done"
-    TAINTED = "tainted"
-    TOMBSTONE = "tombstone"
-
-
-class Outcome(Enum):
-    PLACED = "placed"
-    FAILED_CLEAN = "failed clean"
-    UNKNOWN = "unknown"  # an error, a timeout, an exception: an error is not a drain (guard A9)
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Computed pages, in logical order: `source[i]` goes to page `first + i` of the grant."""
-
-    source: tuple[int, ...]
-    first: int
-
-
-@dataclass(slots=True)
-class Record:
-    leg: Leg
-    state: State = State.OPEN
-    offer: Offer | None = None  # None only for a tombstone left by an ABORT that overtook its OFFER
-    queue: deque[Chunk] = field(default_factory=deque)
-    posts: set[int] = field(default_factory=set)  # numbers of posts made and not yet terminal
-    tainted: bool = False
-    stop: bool = False
-    asked: bool = False  # an ABORT waits for its answer
-    lent: bool = False  # source pages are lent to our own posts
-    covered: bool = False  # the lender closed the id while we still count: forget at zero
-    posted: int = 0  # pages
-    complete: bool = False  # the last chunk has been handed in
-    tokens: int = 0
-    result: FirstToken | None = None
-    digest: bytes | None = None
-    answer: HandOff | None = None  # what a repeated OFFER or a REPEAT timer says again
-    acked: bool = False
-    repeats: int = 0
-
-    @property
-    def count(self) -> int:
-        """Posts made and not yet terminal: the only thing that speaks (guard A1)."""
-        return len(self.posts)
-
-
-# ---------------------------------------------------------------- events
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkReady:
-    """The compute that fills these pages has finished (guard L1)."""
-
-    leg: Leg
-    chunk: Chunk
-
-
-@dataclass(frozen=True, slots=True)
-class Complete:
-    """That was the last chunk. `result` on the designated rank only (guard L6)."""
-
-    leg: Leg
-    tokens: int
-    result: FirstToken | None
-    digest: bytes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PostEnded:
-    leg: Leg
-    number: int
-    outcome: Outcome
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """A local failure: pairing, compute, deadline, router cancel."""
-
-    leg: Leg
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class DrainSaid:
-    leg: Leg
-    proven: bool
-
-
-@dataclass(frozen=True, slots=True)
-class LenderUp:
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class LenderGone:
-    """The lender's process is dead or replaced, for good: as on ABORT, unanswered. Never for a lost connection."""
-
-    epoch: int
-
-
-Event = Heard | Fired | ChunkReady | Complete | PostEnded | Fault | DrainSaid | LenderUp | LenderGone
-
-
-class Borrower:
-    """`sources` is this engine's own ledger: pages under a pending post are lent to it (guard H14)."""
-
-    def __init__(
-        self, epoch: int, sources: Ledger, *, rank: int = 0, window: int = 4, max_records: int = 4096
-    ) -> None:
-        self.epoch = epoch
-        self.rank = rank
-        self.sources = sources
-        self.window = window
-        self.max_records = max_records
-        self.records: dict[TransferId, dict[int, Record]] = {}  # by transfer, then by lender rank
-        self.lenders: set[int] = set()
-        self.gone: set[int] = set()  # lender epochs that ended, one number for each process that ever did
-        self.known = 0
-        self.stale = 0
-        self.taints = 0
-        self.ended: Counter[str] = Counter()
-        self._posts = 0
-        # (lender epoch, rank) -> (counter, high, open seqs): every other seq up to high is closed for ever
-        self._closed: dict[tuple[int, int], tuple[int, int, frozenset[int]]] = {}
-
-    def record(self, leg: Leg) -> Record | None:
-        return self.records.get(leg.tid, {}).get(leg.d_rank)
-
-    def all_records(self) -> Iterator[Record]:
-        for legs in self.records.values():
-            yield from legs.values()
+class Borrower(Records):
+    """Posting, failing and answering. What is remembered, and until when, is in `Records`."""
 
     # ------------------------------------------------------------ in
 
@@ -211,10 +104,6 @@ class Borrower:
         row = TABLE.get((record.state, type(message)))
         return self._drop() if row is None else row(self, record, message)
 
-    def _drop(self) -> list[Action]:
-        self.stale += 1
-        return []
-
     def _unknown(self, message: HandOff) -> list[Action]:
         leg = message.leg
         to = leg.tid.epoch
@@ -236,10 +125,6 @@ class Borrower:
             self.ended["never_started"] += 1
             return [Send(to, NeverStarted(leg))]
         return self._drop()
-
-    def _store(self, record: Record) -> None:
-        self.records.setdefault(record.leg.tid, {})[record.leg.d_rank] = record
-        self.known += 1
 
     # ------------------------------------------------------------ posting
 
@@ -329,10 +214,6 @@ class Borrower:
         self.ended["failed"] += 1
         self._settle(record)
         return [*self._say(record), Stopped(record.leg, reason)]
-
-    def _stop(self, record: Record) -> None:
-        record.stop = True
-        record.queue.clear()
 
     def _say(self, record: Record) -> list[Action]:
         """DONE and FAILED are repeated until their ACK."""
@@ -425,69 +306,6 @@ class Borrower:
 
     def _abort_at_tombstone(self, record: Record, message: Abort) -> list[Action]:
         return [Send(record.leg.tid.epoch, Drained(record.leg))]
-
-    # ------------------------------------------------------------ forgetting
-
-    def _is_closed(self, leg: Leg) -> bool:
-        _, high, open_seqs = self._closed.get((leg.tid.epoch, leg.d_rank), (0, 0, frozenset()))
-        return leg.tid.seq <= high and leg.tid.seq not in open_seqs
-
-    def _closed_set(self, ping: Ping) -> list[Action]:
-        """Speaks for that lender rank only. Only so may a record go, and only at count zero (guard N9)."""
-        key = (ping.epoch, ping.rank)
-        if ping.epoch not in self.lenders or ping.counter <= self._closed.get(key, (0, 0, frozenset()))[0]:
-            return self._drop()
-        self._closed[key] = (ping.counter, ping.high, frozenset(ping.open_seqs))
-        mine = [
-            record
-            for record in self.all_records()
-            if (record.leg.tid.epoch, record.leg.d_rank) == key and self._is_closed(record.leg)
-        ]
-        return self._close_unanswered(mine, "the lender closed the transfer")
-
-    def _lender_gone(self, event: LenderGone) -> list[Action]:
-        self.lenders.discard(event.epoch)
-        self.gone.add(event.epoch)
-        for key in [k for k in self._closed if k[0] == event.epoch]:
-            del self._closed[key]
-        mine = [record for record in self.all_records() if record.leg.tid.epoch == event.epoch]
-        return self._close_unanswered(mine, "the decode engine is gone")
-
-    def _close_unanswered(self, records: list[Record], reason: str) -> list[Action]:
-        actions: list[Action] = []
-        for record in records:
-            if record.state is State.OPEN:
-                actions.append(Stopped(record.leg, reason))
-            self._stop(record)
-            record.covered = True
-            record.answer = None
-            if record.state in (State.OPEN, State.FAILED, State.DONE):
-                record.state = State.CLOSING
-            self._settle(record)
-            if record.count == 0:
-                self._forget(record)
-        return actions
-
-    def _forget(self, record: Record) -> None:
-        """The lender has permitted it and nothing is counted: the record, its taint and its sources go."""
-        assert record.count == 0 and record.covered
-        record.tainted = False
-        self._settle(record)
-        legs = self.records[record.leg.tid]
-        del legs[record.leg.d_rank]
-        if not legs:
-            del self.records[record.leg.tid]
-        self.known -= 1
-
-    def _settle(self, record: Record, kind: ProofKind = ProofKind.DRAINED) -> None:
-        """Closes the source lease at count zero, and ends the owning once no leg of the transfer is open."""
-        tid = record.leg.tid
-        if record.lent and record.count == 0 and not record.tainted and record.state is not State.OPEN:
-            key = LeaseKey.source(record.leg)
-            self.sources.close(key, Proof.spoken(kind, key))
-            record.lent = False
-        if not any(leg.state is State.OPEN for leg in self.records[tid].values()):
-            self.sources.end(tid)
 
 
 Row = Callable[..., list[Action]]

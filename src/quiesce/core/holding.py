@@ -1,0 +1,228 @@
+"""Giving a transfer up: HOLDING, ABORT, and the proofs and fences that end it (protocol, sections 3 and 5).
+
+`Holdings` is the half of the lender that starts where a hand-off fails. Nothing in it looks at a clock, and nothing
+in it returns a page: it closes leases, each with its proof, and the ledger does the rest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from quiesce.core.ledger import Ledger
+from quiesce.core.lending import End, NotRevoked, PeerLost, Published, Revoked, State, Transfer
+from quiesce.core.machine import Action, Arm, Closed, Fired, Lost, Revoke, Send, Timer
+from quiesce.core.messages import (
+    Abort,
+    Busy,
+    Done,
+    Drained,
+    Failed,
+    Leg,
+    NeverStarted,
+    Refused,
+    Tainted,
+    TransferId,
+)
+from quiesce.core.proofs import LeaseKey, Proof, ProofKind, Waiver
+
+BUSY_DEFERRALS = 4  # holds that BUSY may add before a costly fence is asked for anyway
+
+
+class Holdings:
+    """`epoch` is this process's; `expiry` is `hold` or, for operators who want upstream's behaviour, `release`."""
+
+    def __init__(
+        self, epoch: int, ledger: Ledger, *, rank: int = 0, expiry: str = "hold", costly_fence: bool = False
+    ) -> None:
+        self.epoch = epoch
+        self.rank = rank
+        self.ledger = ledger
+        self.expiry = expiry
+        self.costly_fence = costly_fence
+        self.transfers: dict[TransferId, Transfer] = {}
+        self.high = 0
+        self.counter = 0
+        self.stale = 0
+        self.ended: Counter[str] = Counter()
+        self._fencing: dict[int, int] = {}  # peer epoch -> generation a fence is running for
+        self._granted: dict[int, int] = {}  # peer epoch -> newest generation it was ever granted
+
+    # ------------------------------------------------------------ giving up
+
+    def _end(self, transfer: Transfer, event: End) -> list[Action]:
+        return self._hold(transfer, event.reason)
+
+    def _failed(self, transfer: Transfer, message: Failed) -> list[Action]:
+        return self._hold(transfer, message.reason)
+
+    def _deadline(self, transfer: Transfer, event: Fired) -> list[Action]:
+        return self._hold(transfer, "the transfer's deadline passed")
+
+    def _hold(self, transfer: Transfer, cause: str) -> list[Action]:
+        """HOLDING first, then ABORT to every rank that may have seen the offer (guards N1, N2)."""
+        transfer.state = State.HOLDING
+        transfer.cause = cause
+        transfer.repeats = 0
+        self.ledger.end(transfer.tid)
+        actions: list[Action] = [Lost(transfer.tid, cause)]
+        if self._all_proven(transfer):
+            return actions + self._closed(transfer, cause)
+        return [*actions, *self._aborts(transfer), *self._again(transfer), Arm(Timer.HOLD, transfer.tid)]
+
+    def _aborts(self, transfer: Transfer) -> list[Action]:
+        reason = transfer.cause or "given up"
+        return [
+            Send(peer.offer.leg.p_epoch, Abort(peer.offer.leg, reason))
+            for peer in transfer.published.values()
+            if not peer.proven
+        ]
+
+    def _repeat_abort(self, transfer: Transfer, event: Fired) -> list[Action]:
+        return self._aborts(transfer) + self._again(transfer)
+
+    def _again(self, transfer: Transfer) -> list[Action]:
+        transfer.repeats += 1
+        return [Arm(Timer.REPEAT, transfer.tid, transfer.repeats - 1)]
+
+    # ------------------------------------------------------------ proofs
+
+    def _done_in_holding(self, transfer: Transfer, message: Done) -> list[Action]:
+        """A proof for this rank, never a reason to commit (guard L4)."""
+        transfer.published[message.leg.p_rank].done = message
+        return self._prove_and_close(transfer, message.leg, ProofKind.COMPLETED)
+
+    def _drained(self, transfer: Transfer, message: Drained) -> list[Action]:
+        return self._prove_and_close(transfer, message.leg, ProofKind.DRAINED)
+
+    def _never_started(self, transfer: Transfer, message: NeverStarted) -> list[Action]:
+        return self._prove_and_close(transfer, message.leg, ProofKind.NEVER_STARTED)
+
+    def _refused_in_holding(self, transfer: Transfer, message: Refused) -> list[Action]:
+        if message.reason != "ended":
+            return []
+        return self._prove_and_close(transfer, message.leg, ProofKind.NEVER_STARTED)
+
+    def _busy(self, transfer: Transfer, message: Busy) -> list[Action]:
+        transfer.published[message.leg.p_rank].busy = True
+        return []
+
+    def _tainted(self, transfer: Transfer, message: Tainted) -> list[Action]:
+        peer = transfer.published[message.leg.p_rank]
+        if peer.proven or peer.tainted:
+            return []  # repeats start no second fence (guard H17)
+        peer.tainted = True
+        return self._revoke_all([peer])
+
+    def _prove(self, transfer: Transfer, leg: Leg, kind: ProofKind) -> None:
+        peer = transfer.published[leg.p_rank]
+        key = LeaseKey.write(leg)
+        if not peer.proven and self.ledger.close(key, Proof.spoken(kind, key)):
+            peer.proven = True
+
+    def _prove_and_close(self, transfer: Transfer, leg: Leg, kind: ProofKind) -> list[Action]:
+        self._prove(transfer, leg, kind)
+        return self._close_if_proven(transfer)
+
+    def _all_proven(self, transfer: Transfer) -> bool:
+        return all(peer.proven for peer in transfer.published.values())
+
+    def _close_if_proven(self, transfer: Transfer) -> list[Action]:
+        if transfer.state is State.HOLDING and self._all_proven(transfer):
+            return self._closed(transfer, transfer.cause or "given up")
+        return []
+
+    def _closed(self, transfer: Transfer, reason: str) -> list[Action]:
+        del self.transfers[transfer.tid]
+        self.ended["committed" if transfer.state is State.COMMITTED else transfer.state.value] += 1
+        return [Closed(transfer.tid)]
+
+    # ------------------------------------------------------------ fences
+
+    def _hold_expired(self, transfer: Transfer, event: Fired) -> list[Action]:
+        """Time is not a proof: it starts a fence (guard H11)."""
+        unproven = [peer for peer in transfer.published.values() if not peer.proven]
+        if self.expiry == "release":
+            for peer in unproven:
+                waiver = Waiver(f"--on-hold-expiry=release: {transfer.cause}")
+                peer.proven = self.ledger.waive(LeaseKey.write(peer.offer.leg), waiver)
+            return self._close_if_proven(transfer)
+        if self.costly_fence and any(peer.busy and peer.deferrals < BUSY_DEFERRALS for peer in unproven):
+            for peer in unproven:
+                peer.busy, peer.deferrals = False, peer.deferrals + 1
+            return [Arm(Timer.HOLD, transfer.tid, event.attempt + 1)]
+        self.ledger.retain(transfer.tid)
+        return self._revoke_all(unproven)
+
+    def _refence(self, transfer: Transfer, event: Fired) -> list[Action]:
+        return self._revoke_all([p for p in transfer.published.values() if not p.proven])
+
+    def _revoke_all(self, peers: list[Published]) -> list[Action]:
+        actions: list[Action] = []
+        for peer in peers:
+            actions += self._revoke(peer.offer.leg.p_epoch, peer.offer.grant.generation, dead=peer.lost)
+        return actions
+
+    def _revoke(self, epoch: int, generation: int, *, dead: bool) -> list[Action]:
+        if self._fencing.get(epoch, -1) >= generation:
+            return []
+        self._fencing[epoch] = generation
+        return [Revoke(epoch, generation, dead)]
+
+    def _peer_lost(self, event: PeerLost) -> list[Action]:
+        actions: list[Action] = []
+        for transfer in list(self.transfers.values()):
+            bound = [rank for rank, epoch in transfer.ranks.items() if epoch == event.epoch]
+            unproven = [p for rank, p in transfer.published.items() if rank in bound and not p.proven]
+            unpublished = any(rank not in transfer.published for rank in bound)
+            for peer in unproven:
+                peer.lost = True
+            if transfer.state in (State.RESERVED, State.OFFERED) and (unproven or unpublished):
+                actions += self._hold(transfer, event.reason)
+            if transfer.state is State.HOLDING:
+                actions += self._revoke_all(unproven)
+        return actions
+
+    def _revoked(self, event: Revoked) -> list[Action]:
+        """Closes what it covers and nothing else; what it covers and was still under way never commits."""
+        proof = event.proof
+        if proof.generation is None or self._fencing.get(proof.epoch, -1) <= proof.generation:
+            self._fencing.pop(proof.epoch, None)
+        actions: list[Action] = []
+        for transfer in list(self.transfers.values()):
+            for peer in transfer.published.values():
+                key = LeaseKey.write(peer.offer.leg)
+                if peer.proven or not proof.covers(key, peer.offer.grant.generation):
+                    continue
+                if transfer.state in (State.RESERVED, State.OFFERED):
+                    actions += self._hold(transfer, "the prefill engine's access was revoked")
+                peer.proven = self.ledger.close(key, proof)
+            actions += self._close_if_proven(transfer)
+            if transfer.state is State.QUARANTINE:
+                actions += self._absolve(transfer, proof)
+        return actions
+
+    def _absolve(self, transfer: Transfer, proof: Proof) -> list[Action]:
+        """A fence of every accused peer, each as wide as what that peer could write (guards H15, H16)."""
+        owed = transfer.accused.get(proof.epoch)
+        narrow = proof.pages is not None and not proof.pages.issuperset(self.ledger.pages(transfer.tid))
+        if owed is None or narrow or (proof.generation is not None and proof.generation < owed):
+            return []
+        del transfer.accused[proof.epoch]
+        if transfer.accused:
+            return []
+        key = LeaseKey.foreign(transfer.tid)
+        self.ledger.close(key, Proof(ProofKind.FENCED, epoch=0, tid=transfer.tid))
+        return self._closed(transfer, transfer.cause or "quarantine")
+
+    def _not_revoked(self, event: NotRevoked) -> list[Action]:
+        if self._fencing.get(event.epoch) == event.generation:
+            del self._fencing[event.epoch]
+        actions: list[Action] = []
+        for transfer in self.transfers.values():
+            if transfer.state is State.HOLDING and any(
+                not p.proven and p.offer.leg.p_epoch == event.epoch for p in transfer.published.values()
+            ):
+                self.ledger.retain(transfer.tid)
+                transfer.repeats += 1
+                actions.append(Arm(Timer.REFENCE, transfer.tid, transfer.repeats))
+        return actions

@@ -1,0 +1,121 @@
+"""What the borrower remembers, and when it may forget (protocol, sections 2 and 4; guards A4, N5, N9).
+
+A record goes when its lender's closed set covers it, or with that lender's process, and only at count zero: never
+by age, never for lack of room.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from quiesce.core.borrowing import LenderGone, Record, State
+from quiesce.core.ledger import Ledger
+from quiesce.core.machine import Action, Stopped
+from quiesce.core.messages import Leg, Ping, TransferId
+from quiesce.core.proofs import LeaseKey, Proof, ProofKind
+
+
+class Records:
+    """`sources` is this engine's own ledger: pages under a pending post are lent to it (guard H14)."""
+
+    def __init__(
+        self, epoch: int, sources: Ledger, *, rank: int = 0, window: int = 4, max_records: int = 4096
+    ) -> None:
+        self.epoch = epoch
+        self.rank = rank
+        self.sources = sources
+        self.window = window
+        self.max_records = max_records
+        self.records: dict[TransferId, dict[int, Record]] = {}  # by transfer, then by lender rank
+        self.lenders: set[int] = set()
+        self.gone: set[int] = set()  # lender epochs that ended, one number for each process that ever did
+        self.known = 0
+        self.stale = 0
+        self.taints = 0
+        self.ended: Counter[str] = Counter()
+        self._posts = 0
+        # (lender epoch, rank) -> (counter, high, open seqs): every other seq up to high is closed for ever
+        self._closed: dict[tuple[int, int], tuple[int, int, frozenset[int]]] = {}
+
+    def record(self, leg: Leg) -> Record | None:
+        return self.records.get(leg.tid, {}).get(leg.d_rank)
+
+    def all_records(self) -> Iterator[Record]:
+        for legs in self.records.values():
+            yield from legs.values()
+
+    def _store(self, record: Record) -> None:
+        self.records.setdefault(record.leg.tid, {})[record.leg.d_rank] = record
+        self.known += 1
+
+    def _drop(self) -> list[Action]:
+        self.stale += 1
+        return []
+
+    def _stop(self, record: Record) -> None:
+        record.stop = True
+        record.queue.clear()
+
+    # ------------------------------------------------------------ forgetting
+
+    def _is_closed(self, leg: Leg) -> bool:
+        _, high, open_seqs = self._closed.get((leg.tid.epoch, leg.d_rank), (0, 0, frozenset()))
+        return leg.tid.seq <= high and leg.tid.seq not in open_seqs
+
+    def _closed_set(self, ping: Ping) -> list[Action]:
+        """Speaks for that lender rank only. Only so may a record go, and only at count zero (guard N9)."""
+        key = (ping.epoch, ping.rank)
+        if ping.epoch not in self.lenders or ping.counter <= self._closed.get(key, (0, 0, frozenset()))[0]:
+            return self._drop()
+        self._closed[key] = (ping.counter, ping.high, frozenset(ping.open_seqs))
+        mine = [
+            record
+            for record in self.all_records()
+            if (record.leg.tid.epoch, record.leg.d_rank) == key and self._is_closed(record.leg)
+        ]
+        return self._close_unanswered(mine, "the lender closed the transfer")
+
+    def _lender_gone(self, event: LenderGone) -> list[Action]:
+        self.lenders.discard(event.epoch)
+        self.gone.add(event.epoch)
+        for key in [k for k in self._closed if k[0] == event.epoch]:
+            del self._closed[key]
+        mine = [record for record in self.all_records() if record.leg.tid.epoch == event.epoch]
+        return self._close_unanswered(mine, "the decode engine is gone")
+
+    def _close_unanswered(self, records: list[Record], reason: str) -> list[Action]:
+        actions: list[Action] = []
+        for record in records:
+            if record.state is State.OPEN:
+                actions.append(Stopped(record.leg, reason))
+            self._stop(record)
+            record.covered = True
+            record.answer = None
+            if record.state in (State.OPEN, State.FAILED, State.DONE):
+                record.state = State.CLOSING
+            self._settle(record)
+            if record.count == 0:
+                self._forget(record)
+        return actions
+
+    def _forget(self, record: Record) -> None:
+        """The lender has permitted it and nothing is counted: the record, its taint and its sources go."""
+        assert record.count == 0 and record.covered
+        record.tainted = False
+        self._settle(record)
+        legs = self.records[record.leg.tid]
+        del legs[record.leg.d_rank]
+        if not legs:
+            del self.records[record.leg.tid]
+        self.known -= 1
+
+    def _settle(self, record: Record, kind: ProofKind = ProofKind.DRAINED) -> None:
+        """Closes the source lease at count zero, and ends the owning once no leg of the transfer is open."""
+        tid = record.leg.tid
+        if record.lent and record.count == 0 and not record.tainted and record.state is not State.OPEN:
+            key = LeaseKey.source(record.leg)
+            self.sources.close(key, Proof.spoken(kind, key))
+            record.lent = False
+        if not any(leg.state is State.OPEN for leg in self.records[tid].values()):
+            self.sources.end(tid)
