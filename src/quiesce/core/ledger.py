@@ -68,7 +68,8 @@ class Ledger:
         self._return_rows = rows.claim_return()
         self._holdings: dict[TransferId, Holding] = {}
         self._on_release = on_release
-        self.closed_by: Counter[str] = Counter()  # proof kind -> leases
+        self.closed_by: Counter[str] = Counter()  # proof kind -> leases, those of our own steps apart
+        self.steps = 0  # leases of our own engine steps that closed
         self.opened = 0
         self.unsound = 0
         self.stale = 0  # proofs that fitted no open lease
@@ -148,7 +149,10 @@ class Ledger:
             if lease.pages:
                 return False
         del holding.leases[key]
-        self.closed_by[proof.kind.value] += 1
+        if key.kind is Borrowing.COMPUTE:
+            self.steps += 1
+        else:
+            self.closed_by[proof.kind.value] += 1
         self._release_if_free(key.tid, holding)
         return True
 

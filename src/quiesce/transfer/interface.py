@@ -90,11 +90,13 @@ class FenceProof:
 
 @dataclass(frozen=True)
 class PeerLost:
-    """Reported by `events()`: the peer can no longer be served by this connection."""
+    """Reported by `events()`: the peer can no longer be served by this connection. `final`: nor by another one,
+    its process has gone; otherwise the transport goes on trying to connect."""
 
     peer_epoch: int
     generation: int
     reason: str
+    final: bool = False
 
 
 class Transport(Protocol):

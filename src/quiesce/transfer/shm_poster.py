@@ -279,7 +279,7 @@ class Poster:
         if state.over:
             return
         if state.attached or final:
-            self.lost.append(PeerLost(state.peer.epoch, state.generation, reason))
+            self.lost.append(PeerLost(state.peer.epoch, state.generation, reason, final))
         state.attached = False
         if final:
             self._give_up(state)

@@ -1,0 +1,35 @@
+"""From settings to an engine and a transport: the one place that knows every kind of them."""
+
+from __future__ import annotations
+
+from quiesce.core.admission import refuse_pool
+from quiesce.engine.engine import Engine
+from quiesce.engine.errors import EngineError
+from quiesce.roles.settings import WorkerSettings
+from quiesce.transfer.interface import Transport
+from quiesce.transfer.shm import ShmTransport
+
+
+def make_engine(settings: WorkerSettings) -> Engine:
+    """Raises EngineError for a model or sizes that cannot be served (guard D3 at start-up)."""
+    engine = Engine(
+        settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        page_size=settings.page_size,
+        pool_pages=settings.max_total_tokens // settings.page_size,
+        deterministic=settings.deterministic,
+        threads=settings.threads,
+        context_length=settings.context_length,
+    )
+    pool_tokens = engine.kv.arena.count * settings.page_size
+    refusal = refuse_pool(engine.context_length, pool_tokens, settings.role)
+    if refusal is not None:
+        raise EngineError(refusal)
+    return engine
+
+
+def make_transport(settings: WorkerSettings) -> Transport:
+    if settings.transfer != "shm":
+        raise EngineError(f"--transfer {settings.transfer}: this version moves pages by shm only")
+    return ShmTransport(settings.run_dir, settings.epoch)

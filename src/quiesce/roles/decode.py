@@ -1,0 +1,244 @@
+"""The decode worker: lends pages to prefill, commits what landed, and runs the answer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from typing import Any, Literal
+
+import zmq
+
+from quiesce.core.admission import pages_for
+from quiesce.core.lender import End, Lender, NotRevoked, PeerLost, Publish, Revoked, Verified
+from quiesce.core.lender import Event as LenderEvent
+from quiesce.core.machine import Action, Arm, Closed, Committed, Fired, Heard, Lost, Revoke, Send, Verify
+from quiesce.core.messages import HandOff, Ping, Pong, Sample, TransferId
+from quiesce.core.proofs import Proof
+from quiesce.engine.engine import Engine
+from quiesce.roles.generation import Generation
+from quiesce.roles.legs import WorkerLeg
+from quiesce.roles.prefill_peers import PrefillPeers
+from quiesce.roles.report import lender_samples
+from quiesce.roles.sequence import Outcome, Sequence
+from quiesce.roles.settings import WorkerSettings
+from quiesce.roles.worker import Worker
+from quiesce.transfer.interface import Transport
+
+log = logging.getLogger("quiesce.decode")
+
+PING_SECONDS = 1.0
+FENCE_PATIENCE = 5.0  # seconds a fence may take before it counts as not to be had
+FENCE_POLL = 0.01
+
+
+class DecodeWorker(Worker):
+    role = "decode"
+
+    def __init__(self, settings: WorkerSettings, engine: Engine, transport: Transport) -> None:
+        super().__init__(settings, engine)
+        self.transport = transport
+        self.region = transport.register(engine.kv.arena)
+        self.poller.register(transport.fileno(), zmq.POLLIN)
+        self.lender = Lender(
+            self.epoch,
+            self.ledger,
+            expiry=settings.on_hold_expiry,
+            costly_fence=transport.caps.fence_cost == "disrupts_all",
+        )
+        self.generation = Generation(
+            self.ledger, self.batch, self.legs, settings.page_size, frozenset(engine.eos_ids), self._finished_leg
+        )
+        self.peers = PrefillPeers(
+            self.context,
+            self.poller,
+            self.keys,
+            self.epoch,
+            engine.fingerprint,
+            transport.descriptor(),
+            lambda epoch: transport.generation(epoch) is not None,
+        )
+        self.waiting: deque[WorkerLeg] = deque()
+        self.revoking: dict[int, tuple[Revoke, float]] = {}
+        self.timers.after(PING_SECONDS, "ping", self._ping)
+
+    # ------------------------------------------------------------ legs
+
+    def start(self, leg: WorkerLeg) -> None:
+        if leg.start.prefill is None:
+            self.say_end(leg, "refused", 400, "a decode leg must name its prefill worker")
+            return
+        self.peers.reach(leg.start.prefill)
+        self.waiting.append(leg)
+
+    def give_up(self, leg: WorkerLeg, outcome: Literal["cancelled", "failed"], status: int, reason: str) -> None:
+        self.say_end(leg, outcome, status, reason)
+        tid = self.generation.tids.get(leg.rid)
+        if tid is None:
+            if leg in self.waiting:
+                self.waiting.remove(leg)
+            return
+        self.generation.leave(tid)
+        self.tell(End(tid, reason))
+
+    def schedule(self) -> None:
+        """Offers in order of arrival. Who waits for a peer lets others pass; who waits for pages does not."""
+        for leg in list(self.waiting):
+            address = leg.start.prefill
+            assert address is not None
+            peer = self.peers.peers.get(address.epoch)
+            hopeless = "its prefill worker is gone" if peer is None else self.peers.hopeless(peer)
+            if hopeless is not None:
+                self.give_up(leg, "failed", 503, hopeless)
+            elif peer is not None and self.peers.ready(peer) and not self._offer(leg, address.epoch):
+                return
+
+    def _offer(self, leg: WorkerLeg, prefill: int) -> bool:
+        """Reserves and offers; False when the pool has no room for it now."""
+        if not self.generation.fits(leg):
+            return False
+        generation = self.transport.generation(prefill)
+        assert generation is not None
+        tokens = len(leg.start.token_ids)
+        tid = self.lender.reserve(
+            {0: prefill},
+            room=leg.start.room,
+            pairing=leg.pairing(self.engine.fingerprint.model),
+            tokens=tokens,
+            pages=pages_for(tokens, self.settings.page_size),
+        )
+        if tid is None:
+            return False
+        self.waiting.remove(leg)
+        self.generation.admit(leg, tid)
+        remaining = leg.arrived + leg.start.deadline_ms / 1000 - time.monotonic()
+        self.tell(Publish(tid, 0, self.region.id, generation, max(1, int(remaining * 1000))))
+        return True
+
+    # ------------------------------------------------------------ the machine
+
+    def tell(self, event: LenderEvent) -> None:
+        for action in self.lender.on(event):
+            self._act(action)
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Send(to, message):
+                self.peers.send(to, message)
+            case Arm():
+                self.timers.arm(action)
+            case Revoke():
+                self.revoking[action.epoch] = (action, time.monotonic() + FENCE_PATIENCE)
+                self._revoke()
+            case Verify(tid, _):
+                # Digests are not negotiated by this version: a peer that sends one is not trusted to be right.
+                self.tell(Verified(tid, False, frozenset(self.peers.peers)))
+            case Committed(tid, result):
+                self.transport.consume_barrier(self.ledger.pages(tid))
+                leg = self.generation.by_tid[tid]
+                leg.cached_tokens = result.cached_tokens
+                sequence = self.generation.sequence(tid, computed=len(leg.start.token_ids))
+                self.generation.take(sequence, result.token)
+            case Lost(tid, reason):
+                self._lost(tid, reason)
+            case Closed():
+                pass
+            case _:
+                raise AssertionError(f"a lender does not ask for {action}")
+
+    def _lost(self, tid: TransferId, reason: str) -> None:
+        leg = self.generation.by_tid.get(tid)
+        self.generation.leave(tid)
+        if leg is not None:
+            self.say_end(leg, "failed", 502, f"the hand-off failed: {reason}")
+
+    def fire(self, payload: object) -> None:
+        assert isinstance(payload, Fired)
+        self.tell(payload)
+
+    # ------------------------------------------------------------ peers
+
+    def peers_turn(self) -> None:
+        heard, lost = self.peers.turn()
+        for speaker, message in heard:
+            if isinstance(message, HandOff):
+                self._guarded(self.tell, Heard(message, speaker))
+            elif not isinstance(message, Pong):
+                log.warning("%s from prefill %016x is not for a decode worker", type(message).__name__, speaker)
+        for event in self.transport.events():
+            self._guarded(
+                self.tell, PeerLost(event.peer_epoch, f"the prefill engine's mover is gone: {event.reason}")
+            )
+        for epoch in lost:
+            self._guarded(self.tell, PeerLost(epoch, "the prefill engine is gone"))
+        self._revoke()
+
+    def _revoke(self) -> None:
+        """Asks until the transport has its proof; only a proof of the asked generation ends the asking."""
+        for epoch, (asked, until) in list(self.revoking.items()):
+            proof = self.transport.gone(epoch) if asked.dead else None
+            if proof is None or proof.generation < asked.generation:
+                proof = self.transport.fence(epoch, asked.generation)
+            if proof is not None and proof.generation >= asked.generation:
+                del self.revoking[epoch]
+                make = Proof.gone if proof.kind == "gone" else Proof.fenced
+                self.tell(Revoked(make(epoch, proof.generation)))
+            elif time.monotonic() > until:
+                del self.revoking[epoch]
+                self.tell(NotRevoked(epoch, asked.generation))
+            else:
+                self.timers.after(FENCE_POLL, "revoke", self._revoke)
+
+    def _ping(self) -> None:
+        self.timers.after(PING_SECONDS, "ping", self._ping)
+        counter, high, open_seqs = self.lender.closed_set()
+        ping = Ping(self.epoch, 0, self.thread.steps, counter, high, open_seqs)
+        for peer in self.peers.peers.values():
+            if peer.taken:
+                peer.link.send(ping)
+
+    # ------------------------------------------------------------ the answer
+
+    def computed(self, sequence: Sequence, token: int | None) -> None:
+        assert token is not None
+        self.generation.take(sequence, token)
+
+    def step_failed(self, sequence: Sequence, error: Exception) -> None:
+        log.error("request %s failed in the engine", sequence.rid, exc_info=error)
+        self.give_up(self.generation.by_tid[sequence.tid], "failed", 500, f"the engine failed: {error}")
+
+    def _finished_leg(self, leg: WorkerLeg, outcome: Outcome) -> None:
+        self.say_end(leg, outcome)
+        tid = self.generation.tids[leg.rid]
+        self.generation.leave(tid)
+        self.tell(End(tid, outcome))
+
+    # ------------------------------------------------------------ looking and leaving
+
+    def samples(self) -> list[Sample]:
+        return lender_samples(self.lender, self.ledger)
+
+    def tables(self) -> dict[str, Any]:
+        states: dict[str, int] = {}
+        for transfer in self.lender.transfers.values():
+            states[transfer.state.value] = states.get(transfer.state.value, 0) + 1
+        return {
+            "waiting": len(self.waiting),
+            "transfers": states,
+            "promised": self.generation.promises.promised,
+            "peers": {peer.address.name: f"{epoch:016x}" for epoch, peer in self.peers.peers.items()},
+            "revoking": len(self.revoking),
+            "stale": self.lender.stale,
+        }
+
+    def close(self) -> None:
+        self.peers.close()
+        self.transport.close_all()
+        super().close()
+
+
+def run(settings: WorkerSettings) -> int:
+    from quiesce.roles.assembly import make_engine, make_transport  # noqa: PLC0415  (torch loads here)
+
+    engine = make_engine(settings)
+    return DecodeWorker(settings, engine, make_transport(settings)).run()

@@ -1,0 +1,120 @@
+"""A prefill worker's sessions with decode workers, over its one control socket."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quiesce.channel import Listener, Received
+from quiesce.core.messages import Confirm, Fingerprint, Hello, Ping, Pong, Unwelcome, Wire
+from quiesce.core.session import Handshake
+from quiesce.transfer.interface import Peer, Transport
+
+MAX_SESSIONS = 256  # half handshakes included (guard D7)
+
+
+@dataclass(eq=False)
+class DecodePeer:
+    sender: bytes
+    user: str
+    handshake: Handshake
+    descriptor: bytes
+    peer: Peer | None = None  # the transport's connection, once the epoch is taken
+
+
+class DecodePeers:
+    """`up(epoch)` is told when a lender's epoch has been taken."""
+
+    def __init__(
+        self,
+        listener: Listener,
+        transport: Transport,
+        epoch: int,
+        fingerprint: Fingerprint,
+        up: Callable[[int], None],
+    ) -> None:
+        self._listener = listener
+        self._transport = transport
+        self._epoch = epoch
+        self._fingerprint = fingerprint
+        self._up = up
+        self._by_sender: dict[bytes, DecodePeer] = {}
+        self.by_epoch: dict[int, DecodePeer] = {}
+        self.refused = 0
+
+    def speaker(self, sender: bytes) -> int | None:
+        """The epoch whose authenticated session this sender is."""
+        peer = self._by_sender.get(sender)
+        return None if peer is None else peer.handshake.peer
+
+    def send(self, epoch: int, message: Wire) -> bool:
+        peer = self.by_epoch.get(epoch)
+        return peer is not None and self._listener.send(peer.sender, message)
+
+    def session(self, received: Received, progress: int) -> bool:
+        """Takes a session message; False when it is not one."""
+        message = received.message
+        if isinstance(message, Hello):
+            self._hello(received, message)
+        elif isinstance(message, Confirm):
+            self._confirm(received, message)
+        elif isinstance(message, Ping):
+            if self.speaker(received.sender) == message.epoch:
+                self._listener.send(received.sender, Pong(self._epoch, 0, progress))
+            return False  # its closed set is the borrower's to hear
+        else:
+            return False
+        return True
+
+    def _hello(self, received: Received, hello: Hello) -> None:
+        owner = self.by_epoch.get(hello.epoch)
+        if owner is not None and owner.user != received.user:
+            self._refuse(received, hello, "this epoch belongs to another key")
+            return
+        known = self._by_sender.get(received.sender)
+        if known is None:
+            if len(self._by_sender) >= MAX_SESSIONS:
+                self._refuse(received, hello, f"{MAX_SESSIONS} sessions are open already")
+                return
+            handshake = Handshake(self._epoch, 0, self._fingerprint, lambda: secrets.randbits(63))
+            known = DecodePeer(received.sender, received.user, handshake, hello.descriptor)
+            self._by_sender[received.sender] = known
+        known.descriptor = hello.descriptor
+        answer = known.handshake.on_hello(hello)
+        if isinstance(answer, Unwelcome):
+            self.refused += 1
+            del self._by_sender[received.sender]
+        self._listener.send(received.sender, answer)
+
+    def _refuse(self, received: Received, hello: Hello, reason: str) -> None:
+        self.refused += 1
+        self._listener.send(received.sender, Unwelcome(self._epoch, hello.challenge, reason))
+
+    def _confirm(self, received: Received, confirm: Confirm) -> None:
+        known = self._by_sender.get(received.sender)
+        if known is None or not known.handshake.on_confirm(confirm):
+            return
+        before = self.by_epoch.get(confirm.epoch)
+        if before is not None and before is not known:
+            self._by_sender.pop(before.sender, None)  # the same process on a new connection
+        self.by_epoch[confirm.epoch] = known
+        try:
+            known.peer = self._transport.connect(known.descriptor, self._epoch)
+        except ValueError as error:
+            self.forget(confirm.epoch)
+            self.refused += 1
+            self._listener.send(received.sender, Unwelcome(self._epoch, 0, f"transfer engine: {error}"))
+            return
+        self._up(confirm.epoch)
+
+    def forget(self, epoch: int) -> None:
+        known = self.by_epoch.pop(epoch, None)
+        if known is None:
+            return
+        self._by_sender.pop(known.sender, None)
+        if known.peer is not None:
+            self._transport.disconnect(known.peer)
+
+    def __len__(self) -> int:
+        return len(self._by_sender)

@@ -1,0 +1,101 @@
+"""The router's side of a worker: legs that are under way, and what is still to be told about them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from quiesce.core.messages import Control, Ended, Start, Tokens
+from quiesce.core.pairing import pairing_digest
+
+OUTBOX_LIMIT = 65_536  # messages a router may be behind before it is given up
+
+
+class Sender(Protocol):
+    def send(self, to: bytes, message: Control) -> bool: ...
+
+
+@dataclass(eq=False)
+class WorkerLeg:
+    """One leg of a request, as the router asked for it."""
+
+    start: Start
+    router: bytes  # routing id to answer to
+    arrived: float
+    generated: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def rid(self) -> str:
+        return self.start.rid
+
+    def pairing(self, model: str) -> bytes:
+        return pairing_digest(self.start.token_ids, model, "", self.start.salt)
+
+
+@dataclass
+class Legs:
+    """At most one leg per rid and per room; each ends with exactly one `Ended`."""
+
+    sender: Sender
+    by_rid: dict[str, WorkerLeg] = field(default_factory=dict)
+    by_room: dict[int, WorkerLeg] = field(default_factory=dict)
+    outbox: dict[bytes, deque[Control]] = field(default_factory=dict)
+    started: int = 0
+    ended: dict[str, int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.by_rid)
+
+    def open(self, leg: WorkerLeg) -> None:
+        self.started += 1
+        self.by_rid[leg.rid] = leg
+        self.by_room[leg.start.room] = leg
+
+    def refuse(self, start: Start, router: bytes, status: int, reason: str) -> None:
+        """A leg that never began: no state is left of it (guard D1)."""
+        self.started += 1
+        self._count("refused")
+        self.tell(router, Ended(start.rid, "refused", status, reason))
+
+    def tokens(self, leg: WorkerLeg, token: int) -> None:
+        leg.generated += 1
+        self.tell(leg.router, Tokens(leg.rid, (token,)))
+
+    def end(self, leg: WorkerLeg, ended: Ended) -> bool:
+        """Says the last word, once. False: it has been said."""
+        if self.by_rid.get(leg.rid) is not leg:
+            return False
+        del self.by_rid[leg.rid]
+        del self.by_room[leg.start.room]
+        self._count(ended.outcome)
+        self.tell(leg.router, ended)
+        return True
+
+    def _count(self, outcome: str) -> None:
+        self.ended[outcome] = self.ended.get(outcome, 0) + 1
+
+    def tell(self, router: bytes, message: Control) -> None:
+        """In order, never lost while the router keeps up; a full queue is retried from `flush`."""
+        waiting = self.outbox.get(router)
+        if waiting is None and self.sender.send(router, message):
+            return
+        self.outbox.setdefault(router, deque()).append(message)
+
+    def flush(self) -> list[bytes]:
+        """Tries what is waiting; returns the routers that are too far behind to be kept."""
+        lost = []
+        for router, waiting in list(self.outbox.items()):
+            while waiting and self.sender.send(router, waiting[0]):
+                waiting.popleft()
+            if not waiting:
+                del self.outbox[router]
+            elif len(waiting) > OUTBOX_LIMIT or not any(leg.router == router for leg in self.by_rid.values()):
+                # Nobody is left there who could be told: last words to a router that is gone are dropped.
+                del self.outbox[router]
+                lost.append(router)
+        return lost
+
+    def of(self, router: bytes) -> list[WorkerLeg]:
+        return [leg for leg in self.by_rid.values() if leg.router == router]

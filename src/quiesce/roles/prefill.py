@@ -1,0 +1,274 @@
+"""The prefill worker: pairs offers with requests, computes chunks, and posts each as soon as it is computed."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import zmq
+
+from quiesce.channel import Received
+from quiesce.core.admission import pages_for
+from quiesce.core.borrower import (
+    Borrower,
+    Chunk,
+    ChunkReady,
+    Complete,
+    DrainSaid,
+    Fault,
+    LenderGone,
+    LenderUp,
+    Outcome,
+    PostEnded,
+)
+from quiesce.core.borrower import Event as BorrowerEvent
+from quiesce.core.machine import Action, Arm, Fired, Heard, Opened, Post, Send, Stopped, TryDrain
+from quiesce.core.messages import FirstToken, HandOff, Leg, Ping, Sample
+from quiesce.engine.engine import Engine
+from quiesce.roles.decode_peers import DecodePeers
+from quiesce.roles.legs import WorkerLeg
+from quiesce.roles.report import borrower_samples
+from quiesce.roles.sequence import Sequence
+from quiesce.roles.settings import WorkerSettings
+from quiesce.roles.worker import Worker
+from quiesce.transfer.interface import Transport
+
+log = logging.getLogger("quiesce.prefill")
+
+ORPHAN_SECONDS = 10.0  # an offer waits this long for its request; the router sends both at once
+POST_WINDOW = 4
+
+
+@dataclass(eq=False)
+class Job:
+    """One offer: the request it was paired with, and how far its pages have been handed to the borrower."""
+
+    leg: Leg
+    room: int
+    request: WorkerLeg | None = None
+    sequence: Sequence | None = None
+    posted: int = 0
+
+
+class PrefillWorker(Worker):
+    role = "prefill"
+
+    def __init__(self, settings: WorkerSettings, engine: Engine, transport: Transport) -> None:
+        super().__init__(settings, engine)
+        self.transport = transport
+        transport.register(engine.kv.arena)
+        self.poller.register(transport.fileno(), zmq.POLLIN)
+        self.borrower = Borrower(self.epoch, self.ledger, window=POST_WINDOW)
+        self.peers = DecodePeers(
+            self.listener, transport, self.epoch, engine.fingerprint, lambda epoch: self.tell(LenderUp(epoch))
+        )
+        self.jobs: dict[int, Job] = {}  # by room
+        self.by_leg: dict[Leg, Job] = {}
+        self.queue: deque[Job] = deque()  # paired, waiting for pages
+        self.posts: dict[int, tuple[Leg, int]] = {}
+
+    # ------------------------------------------------------------ pairing
+
+    def start(self, leg: WorkerLeg) -> None:
+        job = self.jobs.get(leg.start.room)
+        if job is not None:
+            self._pair(job, leg)
+
+    def _opened(self, leg: Leg) -> None:
+        record = self.borrower.record(leg)
+        assert record is not None and record.offer is not None
+        room = record.offer.room
+        if room in self.jobs:
+            self.tell(Fault(leg, f"room {room} is in use by another transfer"))
+            return
+        job = self.jobs[room] = self.by_leg[leg] = Job(leg, room)
+        request = self.legs.by_room.get(room)
+        if request is not None:
+            self._pair(job, request)
+        else:
+            self.timers.after(ORPHAN_SECONDS, ("orphan", leg), lambda: self._orphaned(job))
+
+    def _orphaned(self, job: Job) -> None:
+        if job.request is None:
+            self.tell(Fault(job.leg, f"no request for room {job.room} arrived within {ORPHAN_SECONDS:.0f} s"))
+
+    def _pair(self, job: Job, request: WorkerLeg) -> None:
+        """The offer and the request must be about the same tokens before anything is posted (guard L9)."""
+        self.timers.cancel(("orphan", job.leg))
+        record = self.borrower.record(job.leg)
+        assert record is not None and record.offer is not None
+        job.request = request
+        offer = record.offer
+        tokens = len(request.start.token_ids)
+        if offer.pairing != request.pairing(self.engine.fingerprint.model) or offer.tokens != tokens:
+            reason = f"pairing: the decode worker offered room {job.room} for another prompt"
+            self.say_end(request, "failed", 409, reason)
+            self.tell(Fault(job.leg, reason))
+            return
+        job.sequence = Sequence(
+            tid=job.leg.tid,
+            rid=request.rid,
+            prompt_tokens=tokens,
+            tokens=list(request.start.token_ids),
+            sampling=request.start.sampling,
+            eos=frozenset(),
+        )
+        self.queue.append(job)
+
+    def give_up(self, leg: WorkerLeg, outcome: Literal["cancelled", "failed"], status: int, reason: str) -> None:
+        self.say_end(leg, outcome, status, reason)
+        job = self.jobs.get(leg.start.room)
+        if job is not None and job.request is leg:
+            self.tell(Fault(job.leg, reason))
+
+    # ------------------------------------------------------------ computing
+
+    def schedule(self) -> None:
+        """In order of arrival: the first that does not fit waits for pages, and all behind it with it."""
+        while self.queue and not self.batch.full:
+            job = self.queue[0]
+            sequence = job.sequence
+            assert sequence is not None
+            pages = self.ledger.own(sequence.tid, pages_for(sequence.prompt_tokens, self.settings.page_size))
+            if pages is None:
+                return
+            self.queue.popleft()
+            sequence.pages = list(pages)
+            self.batch.add(sequence)
+
+    def computed(self, sequence: Sequence, token: int | None) -> None:
+        """A chunk is done: its full pages go at once, the partial one with the last chunk (guard L1)."""
+        job = self._job_of(sequence)
+        finished = not sequence.prefilling
+        ready = len(sequence.pages) if finished else sequence.computed // self.settings.page_size
+        if finished:
+            self.batch.remove(sequence)
+        if ready > job.posted:
+            chunk = Chunk(tuple(sequence.pages[job.posted : ready]), job.posted)
+            job.posted = ready
+            self.tell(ChunkReady(job.leg, chunk))
+        if finished:
+            assert token is not None
+            self.tell(Complete(job.leg, sequence.prompt_tokens, FirstToken(token)))
+
+    def step_failed(self, sequence: Sequence, error: Exception) -> None:
+        log.error("request %s failed in the engine", sequence.rid, exc_info=error)
+        job = self._job_of(sequence)
+        assert job.request is not None
+        self.give_up(job.request, "failed", 500, f"the engine failed: {error}")
+
+    def _job_of(self, sequence: Sequence) -> Job:
+        return next(job for job in self.by_leg.values() if job.sequence is sequence)
+
+    # ------------------------------------------------------------ the machine
+
+    def tell(self, event: BorrowerEvent) -> None:
+        todo = deque(self.borrower.on(event))
+        while todo:
+            todo.extend(self._act(todo.popleft()))
+
+    def _act(self, action: Action) -> list[Action]:
+        match action:
+            case Send(to, message):
+                self.peers.send(to, message)
+            case Arm():
+                self.timers.arm(action)
+            case Opened(leg):
+                self._opened(leg)
+            case Post():
+                return self._post(action)
+            case TryDrain(leg):
+                peer = self._connection(leg)
+                return self.borrower.on(DrainSaid(leg, peer is not None and self.transport.drain(peer)))
+            case Stopped(leg, reason):
+                self._stopped(leg, reason)
+            case _:
+                raise AssertionError(f"a borrower does not ask for {action}")
+        return []
+
+    def _post(self, post: Post) -> list[Action]:
+        peer = self._connection(post.leg)
+        if peer is None:  # its process is gone and the connection with it: nothing was handed to anybody
+            return self.borrower.on(PostEnded(post.leg, post.number, Outcome.FAILED_CLEAN))
+        try:
+            made = self.transport.write(peer, post.source, post.destination, post.grant)
+        except Exception as error:  # an exception between post and outcome taints (guard A12)
+            log.exception("post %d of %s raised", post.number, post.leg, exc_info=error)
+            return self.borrower.on(PostEnded(post.leg, post.number, Outcome.UNKNOWN))
+        self.posts[made.id] = (post.leg, post.number)
+        return []
+
+    def _connection(self, leg: Leg) -> Any:
+        session = self.peers.by_epoch.get(leg.tid.epoch)
+        return None if session is None else session.peer
+
+    def _stopped(self, leg: Leg, reason: str) -> None:
+        """Nothing more is posted for it: stop computing, and say the request's last word."""
+        job = self.by_leg.pop(leg, None)
+        if job is None:
+            return
+        self.timers.cancel(("orphan", leg))
+        if self.jobs.get(job.room) is job:
+            del self.jobs[job.room]
+        if job in self.queue:
+            self.queue.remove(job)
+        if job.sequence is not None:
+            self.batch.remove(job.sequence)
+        if job.request is not None:
+            done = reason == "done"
+            self.say_end(
+                job.request, "handed_over" if done else "failed", 200 if done else 502, "" if done else reason
+            )
+
+    def fire(self, payload: object) -> None:
+        assert isinstance(payload, Fired)
+        self.tell(payload)
+
+    # ------------------------------------------------------------ peers
+
+    def heard(self, received: Received) -> None:
+        if self.peers.session(received, self.thread.steps):
+            return
+        speaker = self.peers.speaker(received.sender)
+        if speaker is not None and isinstance(received.message, HandOff | Ping):
+            self.tell(Heard(received.message, speaker))
+
+    def peers_turn(self) -> None:
+        for made, outcome in self.transport.poll():
+            leg, number = self.posts.pop(made.id)
+            self.tell(PostEnded(leg, number, Outcome(outcome.value)))
+        for event in self.transport.events():
+            if event.final and event.peer_epoch in self.peers.by_epoch:
+                self.tell(LenderGone(event.peer_epoch))
+                self.peers.forget(event.peer_epoch)
+
+    # ------------------------------------------------------------ looking and leaving
+
+    def samples(self) -> list[Sample]:
+        return borrower_samples(self.borrower)
+
+    def tables(self) -> dict[str, Any]:
+        states: dict[str, int] = {}
+        for record in self.borrower.all_records():
+            states[record.state.value] = states.get(record.state.value, 0) + 1
+        return {
+            "queue": len(self.queue),
+            "offers": len(self.by_leg),
+            "records": states,
+            "posts": len(self.posts),
+            "sessions": len(self.peers),
+            "stale": self.borrower.stale,
+        }
+
+    def close(self) -> None:
+        self.transport.close_all()
+        super().close()
+
+
+def run(settings: WorkerSettings) -> int:
+    from quiesce.roles.assembly import make_engine, make_transport  # noqa: PLC0415  (torch loads here)
+
+    engine = make_engine(settings)
+    return PrefillWorker(settings, engine, make_transport(settings)).run()

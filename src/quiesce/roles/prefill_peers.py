@@ -1,0 +1,137 @@
+"""A decode worker's sessions with prefill workers: one link per peer epoch, opened when a request first names it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from quiesce.channel import KeyPair, Link, LinkEvent
+from quiesce.core.messages import Address, Fingerprint, Unwelcome, Welcome, Wire
+from quiesce.core.session import Handshake
+
+HELLO_FIRST, HELLO_MOST = 0.1, 2.0  # seconds between repeats of HELLO
+UNREACHABLE = 3.0  # seconds in which a new peer must answer
+
+
+@dataclass(eq=False)
+class PrefillPeer:
+    address: Address
+    link: Link
+    handshake: Handshake
+    opened: float
+    hello_at: float = 0.0
+    hellos: int = 0
+    refusal: str | None = None  # why it will never do
+
+    @property
+    def taken(self) -> bool:
+        return self.handshake.peer == self.address.epoch
+
+
+class PrefillPeers:
+    """`attached(epoch)`: the transport has a generation for it, so a grant can be made."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        poller: zmq.Poller,
+        keys: KeyPair,
+        epoch: int,
+        fingerprint: Fingerprint,
+        descriptor: bytes,
+        attached: Callable[[int], bool],
+    ) -> None:
+        self._context = context
+        self._poller = poller
+        self._keys = keys
+        self._epoch = epoch
+        self._fingerprint = fingerprint
+        self._descriptor = descriptor
+        self._attached = attached
+        self.peers: dict[int, PrefillPeer] = {}
+
+    def reach(self, address: Address) -> PrefillPeer:
+        peer = self.peers.get(address.epoch)
+        if peer is None:
+            link = Link(self._context, address.endpoint, address.public_key, self._keys)
+            handshake = Handshake(self._epoch, 0, self._fingerprint, lambda: secrets.randbits(63))
+            peer = self.peers[address.epoch] = PrefillPeer(address, link, handshake, time.monotonic())
+            self._poller.register(link.socket, zmq.POLLIN)
+            self._poller.register(link.monitor, zmq.POLLIN)
+        return peer
+
+    def ready(self, peer: PrefillPeer) -> bool:
+        return peer.taken and self._attached(peer.address.epoch)
+
+    def hopeless(self, peer: PrefillPeer) -> str | None:
+        """Why requests should stop waiting for this peer, or None."""
+        if peer.refusal is not None:
+            return f"prefill {peer.address.name} refused the session: {peer.refusal}"
+        if not peer.taken and time.monotonic() - peer.opened > UNREACHABLE:
+            return f"prefill {peer.address.name} did not answer within {UNREACHABLE:.0f} s"
+        return None
+
+    def send(self, epoch: int, message: Wire) -> bool:
+        """False when that epoch is gone or its queue is full: the protocol repeats."""
+        peer = self.peers.get(epoch)
+        return peer is not None and peer.link.send(message)
+
+    def turn(self) -> tuple[list[tuple[int, Wire]], list[int]]:
+        """(messages with the epoch that spoke them, epochs whose process has gone)."""
+        heard: list[tuple[int, Wire]] = []
+        lost: list[int] = []
+        for epoch, peer in list(self.peers.items()):
+            while messages := peer.link.receive():
+                for message in messages:
+                    if not self._session(peer, message) and peer.taken:
+                        heard.append((epoch, message))
+            was_up = peer.link.is_up
+            for change in peer.link.state_changes():
+                if change is LinkEvent.DOWN and (was_up or peer.taken):
+                    lost.append(epoch)
+                    break
+                was_up = was_up or change is LinkEvent.UP
+            else:
+                self._greet(peer)
+                continue
+            self.drop(epoch)
+        return heard, lost
+
+    def _session(self, peer: PrefillPeer, message: Wire) -> bool:
+        if isinstance(message, Welcome):
+            if message.epoch != peer.address.epoch:
+                peer.refusal = f"another process ({message.epoch:016x}) answers at its address"
+                return True
+            confirm = peer.handshake.on_welcome(message)
+            if confirm is not None:
+                peer.link.send(confirm)
+            return True
+        if isinstance(message, Unwelcome):
+            peer.refusal = message.reason
+            return True
+        return False
+
+    def _greet(self, peer: PrefillPeer) -> None:
+        """HELLO again until the peer is taken and its mover has attached."""
+        now = time.monotonic()
+        if not peer.link.is_up or peer.refusal is not None or now < peer.hello_at or self.ready(peer):
+            return
+        peer.hello_at = now + min(HELLO_MOST, HELLO_FIRST * 2 ** min(peer.hellos, 8))
+        peer.hellos += 1
+        peer.link.send(peer.handshake.hello(self._descriptor))
+
+    def drop(self, epoch: int) -> None:
+        peer = self.peers.pop(epoch, None)
+        if peer is not None:
+            self._poller.unregister(peer.link.socket)
+            self._poller.unregister(peer.link.monitor)
+            peer.link.close()
+
+    def close(self) -> None:
+        for epoch in list(self.peers):
+            self.drop(epoch)

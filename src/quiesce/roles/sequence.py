@@ -1,0 +1,94 @@
+"""One request inside an engine: its tokens, its pages, how far it has been computed, and when it is finished."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from quiesce.core.messages import Sampling, TransferId
+from quiesce.engine.batch import Row
+
+Outcome = Literal["stop", "length"]
+
+
+@dataclass(eq=False)
+class Sequence:
+    """`tokens` is prompt + answer; the KV of `tokens[:computed]` is in `pages`."""
+
+    tid: TransferId
+    rid: str
+    prompt_tokens: int
+    tokens: list[int]
+    sampling: Sampling
+    eos: frozenset[int]
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+    in_step: bool = False
+    ended: bool = False
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def prefilling(self) -> bool:
+        return self.computed < self.prompt_tokens
+
+    def chunk(self, budget: int) -> int:
+        """Tokens the next step computes for it."""
+        return min(budget, len(self.tokens) - self.computed)
+
+    def row(self, count: int) -> Row:
+        """The next `count` tokens; sampled when they reach the end of what is known."""
+        end = self.computed + count
+        sample = self.sampling if end == len(self.tokens) else None
+        return Row(tokens=self.tokens[self.computed : end], start=self.computed, pages=self.pages, sample=sample)
+
+    def append(self, token: int) -> Outcome | None:
+        """Takes a sampled token; the reason when the request is finished by it."""
+        self.tokens.append(token)
+        if token in self.sampling.stop_token_ids or (token in self.eos and not self.sampling.ignore_eos):
+            return "stop"
+        return "length" if self.generated >= self.sampling.max_tokens else None
+
+
+class Batch:
+    """Who takes part in the next step: everyone who decodes, then prompts in order of arrival up to a budget."""
+
+    def __init__(self, max_running: int, chunk_tokens: int) -> None:
+        self.max_running = max_running
+        self.chunk_tokens = chunk_tokens
+        self.members: dict[TransferId, Sequence] = {}
+        self.under_way: list[tuple[Sequence, int]] = []
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @property
+    def full(self) -> bool:
+        return len(self.members) >= self.max_running
+
+    def add(self, sequence: Sequence) -> None:
+        assert sequence.tid not in self.members
+        self.members[sequence.tid] = sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """It takes part in no further step. A step under way still writes its pages: that is a lease."""
+        sequence.ended = True
+        self.members.pop(sequence.tid, None)
+
+    def plan(self) -> list[tuple[Sequence, int]]:
+        """(sequence, tokens to compute) of the next step; empty when there is nothing to do."""
+        decoding = [(s, 1) for s in self.members.values() if not s.prefilling]
+        budget = self.chunk_tokens
+        prompts = []
+        for sequence in self.members.values():
+            if sequence.prefilling and budget > 0:
+                count = sequence.chunk(budget)
+                budget -= count
+                prompts.append((sequence, count))
+        return decoding + prompts
+
+    def prefilling(self) -> Iterable[Sequence]:
+        return (s for s in self.members.values() if s.prefilling)

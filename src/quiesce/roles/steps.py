@@ -1,0 +1,76 @@
+"""Engine steps: who takes part, which pages they may write, what came of it.
+
+Our own step is a borrower like any other: while it runs, the pages it writes are lent to it, so a request that is
+ended in the middle of a step gives nothing back before the step is over (guard D2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quiesce.core.admission import pages_for
+from quiesce.core.ledger import Ledger
+from quiesce.core.proofs import LeaseKey, Proof, ProofKind
+from quiesce.roles.engine_thread import EngineThread
+from quiesce.roles.sequence import Batch, Sequence
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """Called in the role's thread after a step, for each member that has not ended meanwhile."""
+
+    computed: Callable[[Sequence, int | None], None]  # the sampled token, None inside a prompt
+    failed: Callable[[Sequence, Exception], None]
+
+
+class Steps:
+    def __init__(self, thread: EngineThread, batch: Batch, ledger: Ledger, page_size: int, tell: Listeners) -> None:
+        self.thread = thread
+        self.batch = batch
+        self.ledger = ledger
+        self.page_size = page_size
+        self.tell = tell
+        self.tokens_computed = 0
+
+    def launch(self) -> bool:
+        """Starts the next step unless one is under way or there is nothing to compute."""
+        if self.thread.busy:
+            return False
+        plan = self.batch.plan()
+        if not plan:
+            return False
+        for sequence, count in plan:
+            self._make_room(sequence, count)
+            self.ledger.lend(LeaseKey.compute(sequence.tid))
+            sequence.in_step = True
+        self.batch.under_way = plan
+        self.thread.submit([sequence.row(count) for sequence, count in plan])
+        return True
+
+    def _make_room(self, sequence: Sequence, count: int) -> None:
+        missing = pages_for(sequence.computed + count, self.page_size) - len(sequence.pages)
+        if missing > 0:
+            grown = self.ledger.grow(sequence.tid, missing)
+            assert grown is not None, f"{sequence.tid}: the pool broke a promise of {missing} pages"
+            sequence.pages.extend(grown)
+
+    def collect(self) -> bool:
+        """Applies the step that has ended, if one has."""
+        end = self.thread.take()
+        if end is None:
+            return False
+        plan, self.batch.under_way = self.batch.under_way, []
+        for index, (sequence, count) in enumerate(plan):
+            key = LeaseKey.compute(sequence.tid)
+            self.ledger.close(key, Proof.spoken(ProofKind.COMPLETED, key))
+            sequence.in_step = False
+            self.tokens_computed += count
+            if sequence.ended:
+                continue
+            if index in end.errors:
+                self.tell.failed(sequence, end.errors[index])
+                continue
+            sequence.computed += count
+            self.tell.computed(sequence, end.tokens[index])
+        return True

@@ -1,0 +1,315 @@
+"""What every worker is: one loop that owns the ledger, the machines and the sockets, and an engine thread beside it.
+
+A turn of the loop: empty the inbox, then fire timers (after a pause the answers that waited come first), collect the
+engine step that ended, start the next one. Nothing in it blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import time
+from abc import ABC, abstractmethod
+from typing import Any, Literal
+
+import zmq
+
+from quiesce.channel import KeyPair, KeyRing, Listener, Received, start_authenticator
+from quiesce.core.admission import check, effective_limit
+from quiesce.core.ledger import Ledger
+from quiesce.core.messages import (
+    Address,
+    Cancel,
+    Ended,
+    Fingerprint,
+    Inspect,
+    Inspected,
+    Limits,
+    Register,
+    Sample,
+    Start,
+)
+from quiesce.core.pages import PagePool
+from quiesce.engine.engine import Engine
+from quiesce.roles.engine_thread import EngineThread
+from quiesce.roles.legs import Legs, WorkerLeg
+from quiesce.roles.registration import HEARTBEAT, Registration
+from quiesce.roles.report import ledger_samples, leg_samples
+from quiesce.roles.sequence import Batch, Sequence
+from quiesce.roles.settings import WorkerSettings
+from quiesce.roles.steps import Listeners, Steps
+from quiesce.roles.timers import Delays, Timers
+
+log = logging.getLogger("quiesce.worker")
+
+LONGEST_WAIT = 0.25  # seconds a turn may sleep
+EXIT_RETAINED = 75  # too many pages retained: a restart is the fence
+ROW_SPARE = 2  # rows per running request: holds keep theirs while new requests run
+
+
+class Worker(ABC):
+    role: Literal["prefill", "decode", "colocated"]
+
+    def __init__(self, settings: WorkerSettings, engine: Engine) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.epoch = settings.epoch
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.keys = KeyPair.load(settings.keys / f"{settings.name}.key")
+        self.ring = KeyRing(settings.keys / "ring")
+        self.authenticator = start_authenticator(self.context, self.ring)
+        bind = (
+            f"ipc://{settings.run_dir}/{settings.name}-{self.epoch:016x}.sock" if settings.run_dir else settings.bind
+        )
+        self.listener = Listener(self.context, bind, self.keys)
+        self.registration = Registration(self.context, settings.registry, settings.registry_public_key, self.keys)
+        self.timers = Timers(Delays(hold=settings.hold_timeout))
+        self.poller = zmq.Poller()
+        self.thread = EngineThread(engine)
+        self.ledger = Ledger(PagePool(engine.kv.arena.count), PagePool(settings.max_running * ROW_SPARE, "rows"))
+        self.batch = Batch(settings.max_running, settings.chunked_prefill_size)
+        self.steps = Steps(
+            self.thread, self.batch, self.ledger, settings.page_size, Listeners(self.computed, self.step_failed)
+        )
+        self.legs = Legs(self.listener)
+        self.draining = False
+        self.drain_until = float("inf")
+        self.faults = 0
+        for readable in (self.listener.socket, self.registration.link.socket, self.registration.link.monitor):
+            self.poller.register(readable, zmq.POLLIN)
+        self.poller.register(self.thread.fileno(), zmq.POLLIN)
+        self.timers.after(0.0, "heartbeat", self._heartbeat)
+
+    # ------------------------------------------------------------ what a role adds
+
+    @abstractmethod
+    def start(self, leg: WorkerLeg) -> None:
+        """A leg that was let in."""
+
+    @abstractmethod
+    def give_up(self, leg: WorkerLeg, outcome: Literal["cancelled", "failed"], status: int, reason: str) -> None:
+        """The leg ends now, whatever it was doing; says its last word."""
+
+    @abstractmethod
+    def computed(self, sequence: Sequence, token: int | None) -> None: ...
+
+    @abstractmethod
+    def step_failed(self, sequence: Sequence, error: Exception) -> None: ...
+
+    @abstractmethod
+    def schedule(self) -> None:
+        """Moves what waits as far as it can go."""
+
+    @abstractmethod
+    def peers_turn(self) -> None:
+        """Reads the peers' sockets and the transport."""
+
+    def heard(self, received: Received) -> None:
+        """A message from a peer of the hand-off."""
+        log.warning("%s from %r is not for a %s worker", type(received.message).__name__, received.user, self.role)
+
+    def fire(self, payload: object) -> None:
+        """A timer of the role's machines."""
+        raise AssertionError(f"nobody waits for {payload!r}")
+
+    def samples(self) -> list[Sample]:
+        return []
+
+    def tables(self) -> dict[str, Any]:
+        return {}
+
+    # ------------------------------------------------------------ the loop
+
+    def run(self) -> int:
+        """Serves until told to stop. Returns the exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._asked_to_stop)
+        try:
+            while not self._finished():
+                self.turn(LONGEST_WAIT)
+        finally:
+            self.close()
+        return EXIT_RETAINED if self.too_much_retained() else 0
+
+    def turn(self, longest: float) -> None:
+        self.poller.poll(math.ceil(self.timers.wait(longest) * 1000))
+        self._guarded(self._receive)
+        self._guarded(self.peers_turn)
+        for payload in self.timers.due():
+            self._guarded(payload) if callable(payload) else self._guarded(self.fire, payload)
+        self._guarded(self.steps.collect)
+        self._guarded(self.schedule)
+        self.steps.launch()
+        for router in self.legs.flush():
+            log.error("the router does not read its answers; its legs are cancelled")
+            for leg in self.legs.of(router):
+                self.give_up(leg, "cancelled", 499, "the router is gone")
+
+    def _guarded(self, call: Any, *arguments: Any) -> None:
+        """A fault ends what it was about, not the engine. A broken rule of the core does end it."""
+        try:
+            call(*arguments)
+        except AssertionError:
+            raise
+        except Exception:
+            self.faults += 1
+            log.exception("unexpected fault in %s; the worker goes on", getattr(call, "__name__", call))
+
+    def _receive(self) -> None:
+        while received := self.listener.receive():
+            for item in received:
+                self._guarded(self._dispatch, item)
+        gone = self.registration.turn()
+        if gone is not None:
+            log.warning("router %016x is gone: its requests are cancelled", gone)
+            for leg in [leg for leg in self.legs.by_rid.values() if leg.start.router_epoch == gone]:
+                self.give_up(leg, "cancelled", 499, "the router is gone")
+
+    def _dispatch(self, received: Received) -> None:
+        message = received.message
+        if not isinstance(message, Start | Cancel | Inspect):
+            self.heard(received)
+            return
+        if received.user != self.settings.registry_public_key:
+            log.warning("%s from a peer that is not the router: ignored", type(message).__name__)
+            return
+        if isinstance(message, Start):
+            self._start(message, received.sender)
+        elif isinstance(message, Cancel):
+            leg = self.legs.by_rid.get(message.rid)
+            if leg is not None:
+                self.give_up(leg, "cancelled", 499, message.reason)
+        else:
+            self.legs.tell(received.sender, self._inspected(message.seq))
+
+    def _start(self, start: Start, router: bytes) -> None:
+        refusal = self._refusal(start)
+        if refusal is not None:
+            self.legs.refuse(start, router, *refusal)
+            return
+        leg = WorkerLeg(start, router, time.monotonic())
+        self.legs.open(leg)
+        self.timers.after(start.deadline_ms / 1000, ("leg", leg.rid), lambda: self._deadline(leg))
+        self.start(leg)
+
+    def _refusal(self, start: Start) -> tuple[int, str] | None:
+        if self.draining:
+            return 503, f"{self.settings.name} is draining"
+        if start.rid in self.legs.by_rid:
+            return 409, f"request {start.rid} is running already"
+        if start.room in self.legs.by_room:
+            return 409, f"room {start.room} is in use"
+        if len(self.legs) >= self.settings.max_queued:
+            return 503, f"{self.settings.name} has {len(self.legs)} requests, its limit"
+        vocabulary = self.engine.model_config.vocab_size
+        if any(not 0 <= token < vocabulary for token in start.token_ids):
+            return 400, f"token ids must be in 0..{vocabulary - 1}"
+        refusal = check(len(start.token_ids), start.sampling.max_tokens, effective_limit(self.limits()))
+        return None if refusal is None else (refusal.status, refusal.reason)
+
+    def _deadline(self, leg: WorkerLeg) -> None:
+        if self.legs.by_rid.get(leg.rid) is leg:
+            self.give_up(leg, "failed", 504, f"not finished within {leg.start.deadline_ms / 1000:.0f} s")
+
+    # ------------------------------------------------------------ the last word
+
+    def say_end(self, leg: WorkerLeg, outcome: Any, status: int = 200, reason: str = "") -> None:
+        self.timers.cancel(("leg", leg.rid))
+        ended = Ended(
+            rid=leg.rid,
+            outcome=outcome,
+            status=status,
+            reason=reason,
+            prompt_tokens=len(leg.start.token_ids),
+            completion_tokens=leg.generated,
+            cached_tokens=leg.cached_tokens,
+        )
+        if self.legs.end(leg, ended) and status >= 500:
+            log.warning("request %s (room %d) ended %s: %s", leg.rid, leg.start.room, outcome, reason)
+
+    # ------------------------------------------------------------ standing
+
+    def limits(self) -> Limits:
+        return Limits(
+            context_length=self.settings.context_length or self.engine.context_length,
+            pool_tokens=self.engine.kv.arena.count * self.settings.page_size,
+            max_queued=self.settings.max_queued,
+        )
+
+    def fingerprint(self) -> Fingerprint:
+        return self.engine.fingerprint
+
+    def _heartbeat(self) -> None:
+        self.timers.after(HEARTBEAT, "heartbeat", self._heartbeat)
+        self.registration.beat(
+            Register(
+                role=self.role,
+                address=Address(self.settings.name, self.epoch, self.listener.endpoint, self.keys.public),
+                fingerprint=self.fingerprint(),
+                limits=self.limits(),
+                progress=self.thread.steps,
+                queued=len(self.legs) - len(self.batch),
+                running=len(self.batch),
+            )
+        )
+
+    def _inspected(self, seq: int) -> Inspected:
+        samples = ledger_samples(self.ledger) + leg_samples(self.legs, self.batch) + self.samples()
+        census = self.ledger.census()
+        state = {
+            "role": self.role,
+            "name": self.settings.name,
+            "epoch": f"{self.epoch:016x}",
+            "pid": os.getpid(),
+            "pages": {field: getattr(census, field) for field in census.__slots__},
+            "not_idle": self.ledger.not_idle(),
+            "legs": len(self.legs),
+            "running": len(self.batch),
+            "timers": len(self.timers),
+            "threads": self.threads(),
+            "fds": len(os.listdir("/proc/self/fd")),
+            "steps": self.thread.steps,
+            "faults": self.faults,
+            "closed_by": dict(self.ledger.closed_by),
+            "leases_opened": self.ledger.opened,
+            "unsound": self.ledger.unsound,
+            **self.tables(),
+        }
+        return Inspected(seq, samples, state)
+
+    @staticmethod
+    def threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    # ------------------------------------------------------------ stopping
+
+    def too_much_retained(self) -> bool:
+        census = self.ledger.census()
+        return bool(census.retained > self.settings.max_retained * census.total)
+
+    def _asked_to_stop(self, number: int, frame: object) -> None:
+        if self.draining:
+            self.drain_until = 0.0  # asked twice: do not wait
+        else:
+            self.draining = True
+            self.drain_until = time.monotonic() + self.settings.drain_timeout
+
+    def _finished(self) -> bool:
+        if self.too_much_retained() and not self.draining:
+            log.error("more than %.0f %% of the pool is retained: draining", 100 * self.settings.max_retained)
+            self._asked_to_stop(0, None)
+        if not self.draining or (self.legs and time.monotonic() < self.drain_until):
+            return False
+        for leg in list(self.legs.by_rid.values()):
+            self.give_up(leg, "failed", 503, f"{self.settings.name} is shutting down")
+        self.legs.flush()
+        return True
+
+    def close(self) -> None:
+        self.thread.stop()
+        self.registration.close()
+        self.listener.close()
+        self.authenticator.stop()
+        self.context.term()
