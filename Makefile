@@ -14,7 +14,7 @@ PYTEST_ARGS ?=
 QUIESCE_TORCH_INDEX ?=
 
 # The first Python on the PATH that is new enough (a version manager's shim may exist and not run).
-SUITABLE = import sys, venv; sys.exit(sys.version_info < (3, 11))
+SUITABLE = import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for name in python3 python python3.11 python3.12 python3.13 python3.14; do \
 	if $$name -c '$(SUITABLE)' >/dev/null 2>&1; then command -v $$name; break; fi; done)
 
@@ -34,8 +34,9 @@ RUNTIME := $(VENV)/.installed
 TESTING := $(VENV)/.installed-for-tests
 
 $(RUNTIME): pyproject.toml constraints.txt
-	@if [ -z '$(PYTHON)' ]; then echo 'Quiesce needs Python 3.11 or newer with its venv module, and none is on' \
-	  'the PATH. Install one, or name it: make PYTHON=/path/to/python3' >&2; exit 1; fi
+	@if [ -z '$(PYTHON)' ]; then echo 'Quiesce needs Python 3.11 or newer with venv and ensurepip, and none is on the' \
+	  'PATH. Install it (Debian, Ubuntu: apt install python3-venv) or name it: make PYTHON=/path/to/python3' >&2; \
+	  exit 1; fi
 	@if ! $(PIP) --version >/dev/null 2>&1; then echo 'creating $(VENV) with $(PYTHON)'; \
 	  '$(PYTHON)' -m venv --clear $(VENV); fi
 	@if [ -n '$(QUIESCE_TORCH_INDEX)' ]; then echo 'installing PyTorch from $(QUIESCE_TORCH_INDEX)'; \
