@@ -1,0 +1,469 @@
+"""The global state of one world and its successors.
+
+A global state is a tuple of small integers: frozen processes, messages and posts are interned, and a process's
+step is computed once, by the real classes, for each (frozen process, event). That makes the search fast without
+a copy of any rule: forgetting the cache changes nothing but the time.
+
+state = (decode ids, prefill ids, sent messages as a bit set, posts, placed, budgets)
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+
+from quiesce.core import lender as d
+from quiesce.core.borrower import Outcome
+from quiesce.core.machine import Post
+from quiesce.core.messages import Abort, Accept, Busy, Done, Failed, HandOff, Leg, Offer, Ping, TransferId
+from quiesce.core.proofs import Borrowing
+from quiesce.lab.checker.freeze import freeze
+from quiesce.lab.checker.sides import DecodeSide, PrefillSide, token_of
+from quiesce.lab.invariants import GLOBAL, broken
+from quiesce.lab.worlds import World
+
+State = tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...], frozenset, tuple[int, ...]]
+FOREIGN, SOURCE, COVERED, HOLE, RESULT, LATE, RAISES = GLOBAL
+BUDGETS = ("unknown", "failed", "fault", "crash_p", "crash_d", "suspect", "unfenced", "pings", "stray", "short")
+FLYING, REFUSED, LOOSE = 0, 1, 2  # no outcome yet; refused by a fence; ended UNKNOWN or orphaned, may still land
+
+
+class Flight(NamedTuple):
+    """One post as the network sees it."""
+
+    leg: Leg
+    first: int
+    destination: tuple[int, ...]
+    source: tuple[int, ...]
+    generation: int
+
+
+class Step(NamedTuple):
+    side: int
+    sends: int  # bit set of interned messages
+    posts: tuple[int, ...]
+    commits: tuple
+    fault: str | None
+
+
+class View(NamedTuple):
+    """What the search needs to know of a frozen process, looked up once."""
+
+    epoch: int
+    may: tuple
+    holders: dict[int, tuple[TransferId, bool]]  # page -> (transfer, is a running request reading it)
+    covered: frozenset  # legs with an open write lease; transfers with a foreign one
+    content: dict[int, TransferId]
+    generations: dict[int, int]
+    side: Any
+
+
+class Move(NamedTuple):
+    event: tuple
+    state: State | None  # None: the move itself breaks a rule
+    broken: str | None = None
+
+
+def plain(message: HandOff | Ping) -> HandOff | Ping:
+    """Without what is only for people or for pacing: it is no state."""
+    if isinstance(message, Abort | Failed):
+        return msgspec.structs.replace(message, reason="")
+    if isinstance(message, Busy):
+        return msgspec.structs.replace(message, posts=0)
+    if isinstance(message, Accept):
+        return msgspec.structs.replace(message, place=0)
+    return message
+
+
+class Model:
+    """`strict` also wants every byte in flight covered by a lease; without it only visible damage counts."""
+
+    def __init__(self, world: World, *, strict: bool = True, consume: bool = False) -> None:
+        self.world = world
+        self.strict = strict
+        self.consume = consume
+        self.sides: list[bytes] = []
+        self.views: list[View] = []
+        self._side_ids: dict[Any, int] = {}
+        self.messages: list[tuple[int, int, HandOff | Ping]] = []  # (receiver, speaker's epoch, message)
+        self._message_ids: dict[Any, int] = {}
+        self.inbox: list[int] = [0] * (world.decodes + world.prefills)  # receiver -> mask of its messages
+        self.flights: list[Flight] = []
+        self._flight_ids: dict[Flight, int] = {}
+        self._steps: dict[tuple[int, Any], Step] = {}
+        self.real_steps = 0
+
+    # ------------------------------------------------------------ interning
+
+    def start(self) -> State:
+        world = self.world
+        peers = tuple(100 * (rank + 1) for rank in range(world.prefills))
+        decodes = tuple(self._intern(DecodeSide(world, 1, rank, peers, 0)) for rank in range(world.decodes))
+        prefills = tuple(self._intern(PrefillSide(world, epoch, rank, 1)) for rank, epoch in enumerate(peers))
+        budgets = tuple(getattr(world, name) for name in BUDGETS)
+        return decodes, prefills, 0, (), frozenset(), budgets
+
+    def _intern(self, side: DecodeSide | PrefillSide) -> int:
+        key = (type(side), freeze(side))
+        known = self._side_ids.get(key)
+        if known is None:
+            known = self._side_ids[key] = len(self.sides)
+            self.sides.append(pickle.dumps(side))
+            self.views.append(self._view(side))
+        return known
+
+    def _view(self, side: DecodeSide | PrefillSide) -> View:
+        may = tuple(side.may(self.world))
+        if isinstance(side, PrefillSide):
+            return View(side.epoch, may, {}, frozenset(), dict(side.content), {}, side)
+        running = {t.tid for t in side.lender.transfers.values() if t.state is d.State.COMMITTED}
+        holders = {
+            page: (tid, tid in running) for tid, holding in side.ledger._holdings.items() for page in holding.pages
+        }
+        covered: set = set()
+        for lease in side.ledger.open_leases():
+            key = lease.key
+            covered.add(key.tid if key.kind is Borrowing.FOREIGN else (key.tid, key.rank, key.epoch))
+        return View(side.epoch, may, holders, frozenset(covered), {}, dict(side.generations), side)
+
+    def _message(self, message: HandOff | Ping, speaker: int, receiver: int) -> int:
+        key = (receiver, speaker, message)
+        known = self._message_ids.get(key)
+        if known is None:
+            known = self._message_ids[key] = len(self.messages)
+            self.messages.append(key)
+            self.inbox[receiver] |= 1 << known
+        return known
+
+    def _flight(self, post: Post) -> int:
+        grant = post.grant
+        first = grant.pages.index(post.destination[0])
+        return self._intern_flight(Flight(post.leg, first, post.destination, post.source, grant.generation))
+
+    def _intern_flight(self, flight: Flight) -> int:
+        known = self._flight_ids.get(flight)
+        if known is None:
+            known = self._flight_ids[flight] = len(self.flights)
+            self.flights.append(flight)
+        return known
+
+    # ------------------------------------------------------------ one step of one process, by the real classes
+
+    def local(self, side_id: int, event: Any) -> Step:
+        key = (side_id, event)
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = self._run(side_id, event)
+        return step
+
+    def _run(self, side_id: int, event: Any) -> Step:
+        self.real_steps += 1
+        side: DecodeSide | PrefillSide = pickle.loads(self.sides[side_id])
+        if isinstance(event, int):
+            _, speaker, message = self.messages[event]
+            event = ("hear", message, speaker)
+        late = self._is_late(side, event)
+        try:
+            out = side.step(self.world, event)
+            fault = broken(side)
+            new = self._intern(side)
+        except Exception as error:
+            return Step(side_id, 0, (), (), f"{RAISES}: {type(error).__name__}: {error}")
+        if late and new != side_id:
+            fault = LATE
+        sends = 0
+        for message in out.sends:
+            for receiver in self._receivers(side, message):
+                sends |= 1 << self._message(plain(message), side.epoch, receiver)
+        return Step(new, sends, tuple(self._flight(post) for post in out.posts), out.commits, fault)
+
+    def _is_late(self, side: DecodeSide | PrefillSide, event: tuple) -> bool:
+        if not isinstance(side, DecodeSide) or event[0] != "hear":
+            return False
+        return event[1].leg.tid not in side.lender.transfers
+
+    def _receivers(self, side: DecodeSide | PrefillSide, message: HandOff | Ping) -> tuple[int, ...]:
+        first = self.world.decodes
+        if isinstance(message, Ping):
+            return tuple(range(first, first + self.world.prefills))
+        if isinstance(side, DecodeSide):
+            return (first + message.leg.p_rank,)
+        return (message.leg.d_rank,)
+
+    # ------------------------------------------------------------ successors
+
+    def moves(self, state: State) -> Iterator[Move]:
+        yield from self._damage(state)
+        yield from self._deliveries(state)
+        decodes, prefills, _, _, _, budgets = state
+        for rank, side_id in enumerate(decodes):
+            for event in self.views[side_id].may:
+                yield self._apply(state, rank, event)
+            yield from self._decode_moves(state, rank, side_id)
+        for rank, side_id in enumerate(prefills):
+            at = len(decodes) + rank
+            for event in self.views[side_id].may:
+                yield self._apply(state, at, event)
+            yield from self._prefill_moves(state, at, side_id, budgets)
+        yield from self._outcomes(state)
+        yield from self._crashes(state)
+
+    def _deliveries(self, state: State) -> Iterator[Move]:
+        decodes, prefills, net, _, _, _ = state
+        for at, side_id in enumerate(decodes + prefills):
+            bits = net & self.inbox[at]
+            while bits:
+                bit = bits & -bits
+                bits ^= bit
+                number = bit.bit_length() - 1
+                step = self.local(side_id, number)
+                if not self.consume:
+                    if step.side == side_id and not step.sends & ~net and not step.fault and not step.posts:
+                        continue  # heard it, nothing new
+                    yield self._merge(state, at, number, step)
+                    continue
+                before = (decodes, prefills, net & ~bit, *state[3:])
+                yield self._merge(before, at, number, step)
+                yield Move(("lost", number), before)
+
+    def _apply(self, state: State, at: int, event: tuple, spend: str | None = None) -> Move:
+        side_id = (state[0] + state[1])[at]
+        return self._merge(state, at, event, self.local(side_id, event), spend)
+
+    def _merge(self, state: State, at: int, event: Any, step: Step, spend: str | None = None) -> Move:
+        decodes, prefills, net, posts, placed, budgets = state
+        said = ("at", at, event)
+        if step.fault:
+            return Move(said, None, step.fault)
+        if at < len(decodes):
+            decodes = (*decodes[:at], step.side, *decodes[at + 1 :])
+            for tid, result in step.commits:
+                wrong = self._commit_fault(state, at, tid, result)
+                if wrong:
+                    return Move(said, None, wrong)
+            if placed:
+                placed = self._still_watched(placed, decodes)
+        else:
+            rank = at - len(decodes)
+            prefills = (*prefills[:rank], step.side, *prefills[rank + 1 :])
+        if step.posts:
+            posts = tuple(sorted([*posts, *(self._launch(number, decodes) for number in step.posts)]))
+        if spend:
+            budgets = self._spend(budgets, spend)
+        return Move(said, (decodes, prefills, net | step.sends, posts, placed, budgets))
+
+    def _spend(self, budgets: tuple[int, ...], name: str) -> tuple[int, ...]:
+        i = BUDGETS.index(name)
+        return (*budgets[:i], budgets[i] - 1, *budgets[i + 1 :])
+
+    def _left(self, budgets: tuple[int, ...], name: str) -> bool:
+        return budgets[BUDGETS.index(name)] > 0
+
+    def _launch(self, number: int, decodes: tuple[int, ...]) -> int:
+        """A post as it leaves: refused at the target when its grant is of a dead epoch or a revoked generation."""
+        flight = self.flights[number]
+        view = self.views[decodes[flight.leg.d_rank]]
+        old = flight.leg.tid.epoch != view.epoch
+        revoked = flight.generation < view.generations.get(flight.leg.p_epoch, 0)
+        return number * 4 + (REFUSED if old or revoked else FLYING)
+
+    def _commit_fault(self, state: State, at: int, tid: TransferId, result: Any) -> str | None:
+        view = self.views[state[0][at]]
+        pages = [page for page, (owner, _) in view.holders.items() if owner == tid]
+        for rank in range(self.world.prefills):
+            if any((at, tid, rank, index) not in state[4] for index in range(len(pages))):
+                return HOLE
+        return None if result == token_of(tid, d.DESIGNATED_RANK) else RESULT
+
+    def _still_watched(self, placed: frozenset, decodes: tuple[int, ...]) -> frozenset:
+        """Bytes in pages that nobody will commit any more are no state."""
+        keep = []
+        for tag in placed:
+            transfer = self.views[decodes[tag[0]]].side.lender.transfers.get(tag[1])
+            if transfer is not None and transfer.state in (d.State.RESERVED, d.State.OFFERED, d.State.LANDED):
+                keep.append(tag)
+        return frozenset(keep) if len(keep) != len(placed) else placed
+
+    # ------------------------------------------------------------ decode: peers, fences, digests, PING
+
+    def _decode_moves(self, state: State, rank: int, side_id: int) -> Iterator[Move]:
+        _, prefills, _, _, placed, budgets = state
+        side: DecodeSide = self.views[side_id].side
+        alive = {self.views[number].epoch for number in prefills}
+        for peer, number in enumerate(prefills):
+            epoch = self.views[number].epoch
+            if side.peers[peer] != epoch:
+                yield self._apply(state, rank, ("learn", peer, epoch))
+            elif self._left(budgets, "suspect"):
+                yield self._apply(state, rank, ("lost", epoch), "suspect")
+        for epoch, generation, dead in side.revokes:
+            gone = dead and epoch not in alive and self.world.gone
+            if self.world.fence or gone:
+                yield self._revoke(state, rank, (epoch, generation, dead), gone and not self.world.fence)
+            if not self.world.fence or self._left(budgets, "unfenced"):
+                spend = "unfenced" if self.world.fence else None
+                yield self._apply(state, rank, ("unfenced", epoch, generation, dead), spend)
+        for report in side.reports:
+            yield self._apply(state, rank, ("report", *report))
+        for tid in side.verifying:
+            yield self._verify(state, rank, side, tid, placed)
+            if self._left(budgets, "stray"):
+                yield self._stray(state, rank, side, tid)
+        if self._left(budgets, "pings"):
+            step = self.local(side_id, ("ping",))
+            if self.views[step.side].side.said != side.said:
+                yield self._apply(state, rank, ("ping",), "pings")
+
+    def _revoke(self, state: State, rank: int, asked: tuple[int, int, bool], gone: bool) -> Move:
+        move = self._apply(state, rank, ("effect", *asked, gone))
+        if move.state is None:
+            return move
+        epoch, generation, _ = asked
+        posts = []
+        for post in move.state[3]:
+            flight = self.flights[post >> 2]
+            hit = flight.leg.p_epoch == epoch and flight.leg.d_rank == rank and flight.generation <= generation
+            if not hit:
+                posts.append(post)
+            elif post & 3 == FLYING:
+                posts.append((post & ~3) | REFUSED)
+            elif post & 3 == REFUSED:
+                posts.append(post)
+        return Move(move.event, (*move.state[:3], tuple(sorted(posts)), *move.state[4:]))
+
+    def _verify(self, state: State, rank: int, side: DecodeSide, tid: TransferId, placed: frozenset) -> Move:
+        pages = len(side.ledger.pages(tid))
+        right = all((rank, tid, p, index) in placed for p in range(self.world.prefills) for index in range(pages))
+        return self._apply(state, rank, ("verified", tid, right))
+
+    def _stray(self, state: State, rank: int, side: DecodeSide, tid: TransferId) -> Move:
+        """Somebody outside the rules wrote here and may write again: the digest shows it."""
+        move = self._apply(state, rank, ("verified", tid, False), "stray")
+        if move.state is None:
+            return move
+        epoch = side.peers[0]
+        leg = Leg(tid, rank, 0, epoch)
+        pages = side.ledger.pages(tid)
+        number = self._intern_flight(Flight(leg, 0, pages, (), side.generations[epoch]))
+        return Move(
+            move.event, (*move.state[:3], tuple(sorted([*move.state[3], number * 4 + LOOSE])), *move.state[4:])
+        )
+
+    # ------------------------------------------------------------ prefill: faults, drains, new lenders
+
+    def _prefill_moves(self, state: State, at: int, side_id: int, budgets: tuple[int, ...]) -> Iterator[Move]:
+        side: PrefillSide = self.views[side_id].side
+        epoch = self.views[state[0][0]].epoch
+        if epoch not in side.borrower.lenders:
+            yield self._apply(state, at, ("learn", epoch))
+        for event in self.views[side_id].may:
+            if event[0] == "compute" and self._left(budgets, "short") and side.chunks[event[1]] == 0:
+                yield self._apply(state, at, ("compute", event[1], True), "short")
+        if self._left(budgets, "fault"):
+            for leg in [leg for legs in side.opened.values() for leg in legs]:
+                yield self._apply(state, at, ("fault", leg), "fault")
+        for leg in side.drains:
+            yield self._apply(state, at, ("drained", leg, False))
+            if self.world.drain:
+                yield from self._drain(state, at, leg)
+
+    def _drain(self, state: State, at: int, leg: Leg) -> Iterator[Move]:
+        """What was posted earlier on this connection has landed or never will; not while a post still runs."""
+        posts = []
+        for post in state[3]:
+            other = self.flights[post >> 2].leg
+            mine = other.p_epoch == leg.p_epoch and other.d_rank == leg.d_rank and other.tid.epoch == leg.tid.epoch
+            if mine and post & 3 != LOOSE:
+                return
+            if not mine:
+                posts.append(post)
+        yield self._apply((*state[:3], tuple(posts), *state[4:]), at, ("drained", leg, True))
+
+    # ------------------------------------------------------------ posts
+
+    def _outcomes(self, state: State) -> Iterator[Move]:
+        _, _, _, posts, _, budgets = state
+        for i, post in enumerate(posts):
+            if i and posts[i - 1] == post:
+                continue
+            kind = post & 3
+            if kind == FLYING:
+                yield self._ended(state, i, Outcome.PLACED)
+                if self._left(budgets, "failed"):
+                    yield self._ended(state, i, Outcome.FAILED_CLEAN, "failed")
+                if self._left(budgets, "unknown"):
+                    yield self._ended(state, i, Outcome.UNKNOWN, "unknown")
+            elif kind == REFUSED:
+                yield self._ended(state, i, Outcome.FAILED_CLEAN)
+
+    def _ended(self, state: State, i: int, outcome: Outcome, spend: str | None = None) -> Move:
+        decodes, prefills, net, posts, placed, budgets = state
+        post = posts[i]
+        flight = self.flights[post >> 2]
+        leg = flight.leg
+        rest = posts[:i] + posts[i + 1 :]
+        if outcome is Outcome.UNKNOWN:
+            rest = tuple(sorted([*rest, (post & ~3) | LOOSE]))
+        if outcome is Outcome.PLACED:
+            tags = [(leg.d_rank, leg.tid, leg.p_rank, flight.first + k) for k in range(len(flight.destination))]
+            placed = self._still_watched(placed.union(tags), decodes)
+        before = (decodes, prefills, net, rest, placed, budgets)
+        return self._apply(before, len(decodes) + leg.p_rank, ("ended", leg, outcome), spend)
+
+    def _damage(self, state: State) -> Iterator[Move]:
+        """Bytes that may land now and must not: the reader is shown the state where they have landed."""
+        decodes, prefills, _, posts, _, _ = state
+        for post in posts:
+            if post & 3 == REFUSED:
+                continue
+            flight = self.flights[post >> 2]
+            leg = flight.leg
+            view = self.views[decodes[leg.d_rank]]
+            for page in flight.destination:
+                holder = view.holders.get(page)
+                if holder is not None and (holder[0] != leg.tid or holder[1]):
+                    yield Move(("lands", post, page, holder), None, FOREIGN)
+            writer = self.views[prefills[leg.p_rank]]
+            if writer.epoch == leg.p_epoch:
+                for page in flight.source:
+                    if writer.content.get(page, leg.tid) != leg.tid:
+                        yield Move(("reads", post, page, writer.content[page]), None, SOURCE)
+            if self.strict and leg.tid not in view.covered:
+                if (leg.tid, leg.p_rank, leg.p_epoch) not in view.covered:
+                    yield Move(("uncovered", post), None, COVERED)
+
+    # ------------------------------------------------------------ crashes
+
+    def _crashes(self, state: State) -> Iterator[Move]:
+        decodes, prefills, net, posts, placed, budgets = state
+        world = self.world
+        if self._left(budgets, "crash_p"):
+            for rank, side_id in enumerate(prefills):
+                epoch = self.views[side_id].epoch
+                left = []
+                for post in posts:
+                    if self.flights[post >> 2].leg.p_epoch != epoch or post & 3 == LOOSE:
+                        left.append(post)
+                    elif post & 3 == FLYING:
+                        left.append((post & ~3) | LOOSE)  # its bytes are in the network, nobody counts them now
+                fresh = self._intern(PrefillSide(world, epoch + 1, rank, self.views[decodes[0]].epoch))
+                new = (*prefills[:rank], fresh, *prefills[rank + 1 :])
+                spent = self._spend(budgets, "crash_p")
+                yield Move(("crash", "P", rank, epoch), (decodes, new, net, tuple(sorted(left)), placed, spent))
+        if self._left(budgets, "crash_d"):
+            epoch = self.views[decodes[0]].epoch
+            peers = tuple(self.views[number].epoch for number in prefills)
+            reserved = max(self.views[number].side.reserved for number in decodes)
+            fresh_d = tuple(
+                self._intern(DecodeSide(world, epoch + 1, r, peers, reserved)) for r in range(len(decodes))
+            )
+            # Placement is bound to the epoch at the target: nothing of the old grants lands in the new memory.
+            left = [(post & ~3) | REFUSED for post in posts if post & 3 != LOOSE]
+            spent = self._spend(budgets, "crash_d")
+            yield Move(("crash", "D", 0, epoch), (fresh_d, prefills, net, tuple(sorted(left)), frozenset(), spent))
+
+
+__all__ = ["Done", "Model", "Move", "Offer", "State"]

@@ -1,0 +1,263 @@
+"""The two ends of the modelled cluster. Each drives the real core machines and does what a role's loop does.
+
+A side is one process: it hears a local event and returns what leaves it. Everything about a side that can matter
+later is in its attributes, so that a frozen side is a state.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quiesce.core import borrower as b
+from quiesce.core import lender as d
+from quiesce.core.ledger import Ledger
+from quiesce.core.machine import (
+    Action,
+    Arm,
+    Committed,
+    Fired,
+    Heard,
+    Opened,
+    Post,
+    Revoke,
+    Send,
+    Stopped,
+    Timer,
+    TryDrain,
+    Verify,
+)
+from quiesce.core.messages import FirstToken, HandOff, Leg, Ping, TransferId
+from quiesce.core.pages import PagePool
+from quiesce.core.proofs import LeaseKey, Proof
+from quiesce.lab.worlds import World
+
+
+class Out(NamedTuple):
+    """What leaves a process in one step."""
+
+    sends: tuple[HandOff | Ping, ...] = ()
+    posts: tuple[Post, ...] = ()
+    commits: tuple[tuple[TransferId, FirstToken], ...] = ()
+
+
+def token_of(tid: TransferId, rank: int) -> FirstToken:
+    """The first token that rank `rank` would answer for `tid`; only the designated rank's is the right one."""
+    return FirstToken(tid.epoch * 1000 + tid.seq * 10 + rank)
+
+
+class DecodeSide:
+    """One decode rank: lender, ledger, and what its transport was asked."""
+
+    def __init__(self, world: World, epoch: int, rank: int, peers: tuple[int, ...], reserved: int) -> None:
+        self.epoch = epoch
+        self.rank = rank
+        self.ledger = Ledger(PagePool(world.pool), PagePool(world.rows, "rows"))
+        self.lender = d.Lender(epoch, self.ledger, rank=rank)
+        self.peers = list(peers)  # prefill rank -> the epoch its handshake gave
+        self.generations = dict.fromkeys(peers, 1)
+        self.reserved = reserved  # requests of the world begun so far, earlier epochs included
+        self.revokes: set[tuple[int, int, bool]] = set()
+        self.reports: set[tuple[int, int, bool]] = set()  # fences that took effect, not reported yet
+        self.verifying: set[TransferId] = set()
+        self.timers: set[tuple[Timer, TransferId]] = set()
+        self.said: tuple[int, tuple[int, ...]] | None = None  # the closed set of the last PING
+
+    def step(self, world: World, event: tuple) -> Out:
+        out: list[Action] = []
+        sends: list[HandOff | Ping] = []
+        match event:
+            case ("hear", message, speaker):
+                out = self.lender.on(Heard(message, speaker))
+            case ("reserve",):
+                pages = world.requests[self.reserved]
+                ranks = dict(enumerate(self.peers))
+                tid = self.lender.reserve(ranks, room=self.reserved, pairing=b"", tokens=pages, pages=pages)
+                assert tid is not None
+                self.reserved += 1
+            case ("publish", tid, rank):
+                epoch = self.lender.transfers[tid].ranks[rank]
+                out = self.lender.on(d.Publish(tid, rank, 0, self.generations[epoch], 1000))
+            case ("end", tid):
+                out = self.lender.on(d.End(tid, "aborted"))
+            case ("fire", timer, tid):
+                self.timers.discard((timer, tid))
+                out = self.lender.on(Fired(timer, tid, 0))
+            case ("lost", epoch):
+                out = self.lender.on(d.PeerLost(epoch, "lost"))
+            case ("learn", rank, epoch):
+                old, self.peers[rank] = self.peers[rank], epoch
+                self.generations[epoch] = 1
+                out = self.lender.on(d.PeerLost(old, "restarted"))
+            case ("effect", epoch, generation, dead, gone):
+                # The transport has revoked it; the lender hears of it later, by "report".
+                self.revokes.discard((epoch, generation, dead))
+                self.reports.add((epoch, generation, gone))
+                self.generations[epoch] = max(self.generations[epoch], generation + 1)
+            case ("report", epoch, generation, gone):
+                self.reports.discard((epoch, generation, gone))
+                proof = Proof.gone(epoch, generation) if gone else Proof.fenced(epoch, generation)
+                out = self.lender.on(d.Revoked(proof))
+            case ("unfenced", epoch, generation, dead):
+                self.revokes.discard((epoch, generation, dead))
+                out = self.lender.on(d.NotRevoked(epoch, generation))
+            case ("verified", tid, matches):
+                self.verifying.discard(tid)
+                suspects = frozenset() if matches else frozenset(self.peers)
+                out = self.lender.on(d.Verified(tid, matches, suspects))
+            case ("ping",):
+                counter, high, listed = self.lender.closed_set()
+                self.said = (high, tuple(listed))
+                sends.append(Ping(self.epoch, self.rank, 0, counter, high, listed))
+            case _:
+                raise ValueError(event)
+        return self._do(out, sends)
+
+    def _do(self, actions: list[Action], sends: list[HandOff | Ping]) -> Out:
+        commits = []
+        for action in actions:
+            match action:
+                case Send(message=message):
+                    sends.append(message)
+                case Arm(timer=timer, about=about):
+                    self.timers.add((timer, about))
+                case Revoke(epoch=epoch, generation=generation, dead=dead):
+                    self.revokes.add((epoch, generation, dead))
+                case Verify(tid=tid):
+                    self.verifying.add(tid)
+                case Committed(tid=tid, result=result):
+                    commits.append((tid, result))
+        live = self.lender.transfers
+        self.timers = {key for key in self.timers if key[1] in live}
+        self.verifying &= live.keys()
+        return Out(tuple(sends), (), tuple(commits))
+
+    # ------------------------------------------------------------ what this process may do next by itself
+
+    def may(self, world: World) -> list[tuple]:
+        events: list[tuple] = []
+        if self.reserved < len(world.requests) and self.ledger.pool.free >= world.requests[self.reserved]:
+            events.append(("reserve",))
+        for tid, transfer in self.lender.transfers.items():
+            todo = [rank for rank in transfer.ranks if rank not in transfer.published]
+            if transfer.state is d.State.RESERVED and todo:
+                events.append(("publish", tid, todo[0]))
+            if transfer.state in ENDABLE:
+                events.append(("end", tid))
+        events += [("fire", *key) for key in self.timers if (self.lender.transfers[key[1]].state, key[0]) in d.TABLE]
+        return events
+
+
+ENDABLE = (d.State.RESERVED, d.State.OFFERED, d.State.LANDED, d.State.COMMITTED)
+
+
+class PrefillSide:
+    """One prefill rank: borrower, its source pages, and a stand-in for the engine that fills them."""
+
+    def __init__(self, world: World, epoch: int, rank: int, lender: int) -> None:
+        self.epoch = epoch
+        self.rank = rank
+        self.sources = Ledger(PagePool(world.sources), PagePool(world.rows, "rows"))
+        self.borrower = b.Borrower(epoch, self.sources, rank=rank, window=world.window)
+        self.borrower.on(b.LenderUp(lender))
+        self.opened: dict[TransferId, set[Leg]] = {}
+        self.chunks: dict[TransferId, int] = {}  # begun: chunks computed so far
+        self.content: dict[int, TransferId] = {}  # source page -> whose KV it holds
+        self.drains: set[Leg] = set()
+        self.timers: set[tuple[Timer, Leg]] = set()
+
+    def step(self, world: World, event: tuple) -> Out:
+        out: list[Action] = []
+        match event:
+            case ("hear", message, speaker):
+                out = self.borrower.on(Heard(message, speaker))
+            case ("start", tid):
+                self.sources.own(tid, self._pages(tid))
+                self.chunks[tid] = 0
+            case ("compute", tid, short):
+                out = self._compute(world, tid, short)
+            case ("fault", leg):
+                out = self.borrower.on(b.Fault(leg, "fault"))
+            case ("ended", leg, outcome):
+                out = self.borrower.on(b.PostEnded(leg, 0, outcome))
+            case ("drained", leg, proven):
+                self.drains.discard(leg)
+                out = self.borrower.on(b.DrainSaid(leg, proven))
+            case ("fire", timer, leg):
+                self.timers.discard((timer, leg))
+                out = self.borrower.on(Fired(timer, leg, 0))
+            case ("learn", epoch):
+                old = [lender for lender in self.borrower.lenders if lender != epoch]
+                out = self.borrower.on(b.LenderUp(epoch))
+                for lender in old:
+                    out += self.borrower.on(b.LenderGone(lender))
+            case _:
+                raise ValueError(event)
+        return self._do(out)
+
+    def _pages(self, tid: TransferId) -> int:
+        record = next(iter(self.borrower.records[tid].values()))
+        assert record.offer is not None
+        return len(record.offer.grant.pages)
+
+    def _compute(self, world: World, tid: TransferId, short: bool) -> list[Action]:
+        first = self.chunks[tid] * world.chunk
+        pages = self.sources.pages(tid)
+        source = pages[first : first + world.chunk]
+        self.chunks[tid] += 1
+        for page in source:
+            self.content[page] = tid
+        out: list[Action] = []
+        last = short or first + world.chunk >= len(pages)
+        for leg in sorted(self.opened[tid]):
+            out += self.borrower.on(b.ChunkReady(leg, b.Chunk(source, first)))
+            if last:
+                tokens = first + len(source)
+                digest = b"digest" if world.digest else None
+                out += self.borrower.on(b.Complete(leg, tokens, token_of(tid, self.rank), digest))
+        if last:
+            self.chunks[tid] = len(pages)
+        return out
+
+    def _do(self, actions: list[Action]) -> Out:
+        sends, posts = [], []
+        for action in actions:
+            match action:
+                case Send(message=message):
+                    sends.append(message)
+                case Arm(timer=timer, about=about):
+                    self.timers.add((timer, about))
+                case Opened(leg=leg):
+                    self.opened.setdefault(leg.tid, set()).add(leg)
+                case Post():
+                    posts.append(action)
+                case TryDrain(leg=leg):
+                    self.drains.add(leg)
+                case Stopped(leg=leg):
+                    legs = self.opened.get(leg.tid, set())
+                    legs.discard(leg)
+                    if not legs:
+                        self.opened.pop(leg.tid, None)
+                        self.chunks.pop(leg.tid, None)
+        known = {record.leg for record in self.borrower.all_records()}
+        self.timers = {key for key in self.timers if key[1] in known}
+        self.drains &= known
+        held = {page for holding in self.sources._holdings.values() for page in holding.pages}
+        self.content = {page: tid for page, tid in self.content.items() if page in held}
+        return Out(tuple(sends), tuple(posts))
+
+    def may(self, world: World) -> list[tuple]:
+        events: list[tuple] = []
+        for tid, legs in self.opened.items():
+            if tid not in self.chunks:
+                if len(legs) == world.decodes and self.sources.pool.free >= self._pages(tid):
+                    events.append(("start", tid))
+            elif self.chunks[tid] * world.chunk < self._pages(tid):
+                events.append(("compute", tid, False))
+        for timer, leg in self.timers:
+            record = self.borrower.record(leg)
+            if record is not None and (record.state, timer) in b.TABLE:
+                events.append(("fire", timer, leg))
+        return events
+
+
+__all__ = ["DecodeSide", "LeaseKey", "Out", "PrefillSide", "token_of"]
