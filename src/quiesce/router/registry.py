@@ -15,11 +15,13 @@ REMEMBERED_EPOCHS = 4096
 @dataclass(frozen=True)
 class Patience:
     """Seconds. `silent`: no heartbeat, so not chosen; twice that: its running answers end. `stalled`: work but no
-    loop progress. `forgotten`: silent so long that its entry goes."""
+    loop progress. `forgotten`: silent so long that its entry goes. `pause`: a sweep this late means that we were
+    away ourselves."""
 
     silent: float = 4.0
     stalled: float = 30.0
     forgotten: float = 60.0
+    pause: float = 1.0
 
 
 @dataclass
@@ -141,7 +143,7 @@ class Registry:
 
     def sweep(self, now: float) -> list[Change]:
         """Call several times a second."""
-        paused = self._swept is not None and now - self._swept > self.patience.silent / 4
+        paused = self._swept is not None and now - self._swept > self.patience.pause
         self._swept = now
         changes: list[Change] = []
         for worker in list(self.workers.values()):

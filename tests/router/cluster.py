@@ -1,0 +1,269 @@
+"""A real router with fake workers: real sockets, keys and messages; only the engines are scripts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import zmq
+import zmq.asyncio
+
+from quiesce.api.chat import TextModel
+from quiesce.channel import AsyncLink, AsyncListener, KeyPair, KeyRing, start_authenticator
+from quiesce.core.messages import (
+    Address,
+    Cancel,
+    Ended,
+    Exited,
+    Fingerprint,
+    Inspect,
+    Inspected,
+    Limits,
+    Register,
+    Registered,
+    Sample,
+    Start,
+    Tokens,
+)
+from quiesce.router.app import Router
+from quiesce.router.registry import Patience
+
+MODEL = "tiny"
+FINGERPRINT = Fingerprint("tiny", "w0", "float32", "page-major/row", 16, 4096, 2, 2, 16)
+LIMITS = Limits(context_length=512, pool_tokens=4096, max_queued=512)
+
+
+async def until(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+    """Polls a real condition until it is truthy; fails the test at the deadline."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, f"not within {seconds} s"
+        await asyncio.sleep(0.005)
+    return value
+
+
+@dataclass
+class Settings:
+    registry: str
+    keys: Path
+    model: Path
+    host: str = "127.0.0.1"
+    port: int = 0
+    served_model_name: str = MODEL
+    max_inflight: int = 1024
+    request_timeout: float = 30.0
+    drain_timeout: float = 5.0
+    max_body: int = 8 << 20
+    log_level: str = "info"
+
+
+@dataclass
+class FakeWorker:
+    """Answers legs as `reply` says; `hold` makes it keep them open until it is cancelled or told."""
+
+    role: str
+    name: str
+    keys_folder: Path
+    reply: Callable[[Start], Sequence[int]] = lambda start: (40,) * start.sampling.max_tokens
+    hold: bool = False
+    deaf: bool = False  # does not answer cancels
+    fingerprint: Fingerprint = FINGERPRINT
+    limits: Limits = LIMITS
+    cached_tokens: int = 0
+    samples: list[Sample] = field(default_factory=list)
+    epoch: int = field(default_factory=lambda: random.getrandbits(64))
+    starts: dict[str, Start] = field(default_factory=dict)
+    cancels: list[Cancel] = field(default_factory=list)
+    active: dict[str, bytes] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    router_epochs: set[int] = field(default_factory=set)
+    progress: int = 0
+    silent: bool = False
+
+    def begin(self, registry: str, router_key: str) -> None:
+        self.keys = KeyPair.load(self.keys_folder / f"{self.name}.key")
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.authenticator = start_authenticator(self.context, KeyRing(self.keys_folder / "ring"))
+        self.control = AsyncListener(self.context, "tcp://127.0.0.1:*", self.keys)
+        self.registration = AsyncLink(self.context, registry, router_key, self.keys)
+        loop = asyncio.get_running_loop()
+        self.tasks = [loop.create_task(work()) for work in (self._beat, self._hear, self._welcomed)]
+        self.alive = True
+
+    def kill(self) -> None:
+        """As a dead process: its sockets are gone."""
+        if self.alive:
+            self.alive = False
+            for task in self.tasks:
+                task.cancel()
+            self.control.close()
+            self.registration.close()
+            self.authenticator.stop()
+            self.context.destroy(linger=0)
+
+    def address(self) -> Address:
+        return Address(self.name, self.epoch, self.control.endpoint, self.keys.public)
+
+    def register(self) -> Register:
+        self.progress += 1
+        return Register(
+            self.role, self.address(), self.fingerprint, self.limits, self.progress, 0, len(self.active)
+        )
+
+    async def _beat(self) -> None:
+        while True:
+            if not self.silent:
+                self.registration.send(self.register())
+            await asyncio.sleep(0.05)
+
+    async def _welcomed(self) -> None:
+        while True:
+            for message in await self.registration.receive():
+                assert isinstance(message, Registered)
+                self.router_epochs.add(message.router_epoch)
+
+    async def _hear(self) -> None:
+        while True:
+            for received in await self.control.receive():
+                match received.message:
+                    case Start() as start:
+                        self.starts[start.rid] = start
+                        self.active[start.rid] = received.sender
+                        self.counts[start.rid] = 0
+                        if not self.hold:
+                            self.answer(start)
+                    case Cancel() as cancel:
+                        self.cancels.append(cancel)
+                        if cancel.rid in self.active and not self.deaf:
+                            self.end(cancel.rid, "cancelled", 499, cancel.reason)
+                    case Inspect(seq=seq):
+                        state = {"pages": {"free": 7}}
+                        self.control.send(received.sender, Inspected(seq, self.samples, state))
+
+    def answer(self, start: Start) -> None:
+        if self.role == "prefill":
+            self.end(start.rid, "handed_over")
+            return
+        ids = tuple(self.reply(start))[: start.sampling.max_tokens]
+        for id in ids:
+            self.tokens(start.rid, id)
+        self.end(start.rid, "length" if len(ids) == start.sampling.max_tokens else "stop")
+
+    def tokens(self, rid: str, *ids: int) -> None:
+        self.counts[rid] += len(ids)
+        assert self.control.send(self.active[rid], Tokens(rid, ids))
+
+    def end(self, rid: str, outcome: str, status: int = 200, reason: str = "") -> None:
+        router = self.active.pop(rid)
+        prompt = len(self.starts[rid].token_ids)
+        count = self.counts[rid]
+        assert self.control.send(
+            router, Ended(rid, outcome, status, reason, prompt, count, self.cached_tokens)
+        )
+
+
+@dataclass
+class Cluster:
+    router: Router
+    workers: list[FakeWorker]
+    supervisor: AsyncLink
+    client: httpx.AsyncClient
+    add: Callable[..., Awaitable[FakeWorker]]
+    folder: Path
+
+    def worker(self, name: str) -> FakeWorker:
+        return next(worker for worker in reversed(self.workers) if worker.name == name)
+
+    @property
+    def prefill(self) -> FakeWorker:
+        return self.worker("prefill-0")
+
+    @property
+    def decode(self) -> FakeWorker:
+        return self.worker("decode-0")
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.router.port}"
+
+    def exited(self, worker: FakeWorker) -> None:
+        assert self.supervisor.send(Exited(worker.name, worker.epoch))
+
+    async def chat(self, **fields: Any) -> httpx.Response:
+        return await self.client.post("/v1/chat/completions", json=body(**fields))
+
+    async def idle(self) -> None:
+        """No leg is outstanding anywhere, no request is being served."""
+        await until(lambda: not self.router.dispatcher._calls)
+        await until(lambda: not self.router.front.inflight)
+        assert all(not worker.legs for worker in self.router.dispatcher.registry.workers.values())
+
+    async def usable(self) -> None:
+        await until(lambda: self.router.dispatcher.context_limit() is not None)
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4} | fields
+
+
+def make_keys(folder: Path, names: Sequence[str]) -> None:
+    ring = KeyRing(folder / "ring")
+    for name in names:
+        keys = KeyPair.generate()
+        keys.save(folder / f"{name}.key")
+        ring.add(name, keys.public)
+
+
+@asynccontextmanager
+async def cluster(
+    folder: Path,
+    text: TextModel,
+    workers: Sequence[dict[str, Any]] = ({"role": "prefill"}, {"role": "decode"}),
+    patience: Patience | None = None,
+    wait: bool = True,
+    **settings: Any,
+) -> AsyncIterator[Cluster]:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [f"{role}-{i}" for role in ("prefill", "decode", "colocated") for i in range(3)]
+    make_keys(folder, ["router", "supervisor", *names])
+    router = Router(Settings("tcp://127.0.0.1:*", folder, folder, **settings), text, patience)
+    serving = asyncio.create_task(router.serve())
+    router_key = KeyPair.load(folder / "router.key").public
+    context: zmq.Context[Any] = zmq.Context()
+    supervisor = AsyncLink(
+        context, router.links.endpoint, router_key, KeyPair.load(folder / "supervisor.key")
+    )
+    client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{router.port}", timeout=20)
+
+    async def add(role: str, name: str = "", **script: Any) -> FakeWorker:
+        known = sum(worker.role == role for worker in made.workers)
+        worker = FakeWorker(role, name or f"{role}-{known}", folder, **script)
+        worker.begin(router.links.endpoint, router_key)
+        made.workers.append(worker)
+        return worker
+
+    made = Cluster(router, [], supervisor, client, add, folder)
+    try:
+        for worker in workers:
+            await add(**worker)
+        if wait:
+            await until(lambda: all(w.up for w in router.dispatcher.registry.workers.values()))
+            await until(lambda: len(router.dispatcher.registry.workers) == len(workers))
+            await until(lambda: all(w.up for w in router.dispatcher.registry.workers.values()))
+            await until(lambda: supervisor.is_up)
+        yield made
+    finally:
+        await client.aclose()
+        router._server.should_exit = True
+        await serving
+        for worker in made.workers:
+            worker.kill()
+        supervisor.close()
+        context.destroy(linger=0)
