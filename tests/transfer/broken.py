@@ -25,18 +25,17 @@ class GoneTooSoon(shm.ShmTransport):
         return None if current is None else FenceProof("gone", peer_epoch, current)
 
 
-class PlacedTooSoon(shm.ShmTransport):
+class PlacedByWord(shm.ShmTransport):
     """Reports PLACED for what it has only accepted."""
 
     def write(self, peer, src_pages, dst_pages, grant) -> Post:  # type: ignore[no-untyped-def]
-        post = super().write(peer, src_pages, dst_pages, grant)
-        self._early = [*getattr(self, "_early", []), (post, Outcome.PLACED)]
-        return post
+        self._accepted = [*getattr(self, "_accepted", []), Post(id(src_pages), peer)]
+        return self._accepted[-1]
 
     def poll(self) -> list[tuple[Post, Outcome]]:
-        early, self._early = getattr(self, "_early", []), []
+        accepted, self._accepted = getattr(self, "_accepted", []), []
         super().poll()
-        return early
+        return [(post, Outcome.PLACED) for post in accepted]
 
 
 class AnyGeneration(shm.ShmTransport):
@@ -56,5 +55,5 @@ def _factory(kind: type[shm.ShmTransport]):  # type: ignore[no-untyped-def]
 
 fence_by_word = _factory(FenceByWord)
 gone_too_soon = _factory(GoneTooSoon)
-placed_too_soon = _factory(PlacedTooSoon)
+placed_by_word = _factory(PlacedByWord)
 any_generation = _factory(AnyGeneration)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import select
@@ -9,15 +10,17 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from quiesce.transfer import mover_wire as wire
 from quiesce.transfer import shm_lender
+from quiesce.transfer.arena import SEALS
 from quiesce.transfer.watch import Watch
 
-from .conftest import Pair
+from .conftest import PAGE_BYTES, PAGES, Pair
 
 
 class Stranger:
@@ -160,6 +163,44 @@ def test_a_silent_lender_does_not_stall_the_mover(pair: Pair) -> None:
     assert pair.outcome(post).name == "PLACED"
     blackhole.transport.disconnect(silent)
     blackhole.transport.close_all()
+
+
+def _memory(seals: int, pages: int) -> int:
+    fd = os.memfd_create("theirs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, pages * PAGE_BYTES)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+@pytest.mark.parametrize(
+    ("seals", "pages", "promised", "said"),
+    [
+        (0, PAGES, PAGES, "not sealed"),
+        (SEALS, PAGES - 1, PAGES, "were promised"),
+        (SEALS, PAGES + 1, PAGES + 1, "differs from the lender's descriptor"),
+        (SEALS | fcntl.F_SEAL_WRITE, PAGES, PAGES, "bad hand-shake"),
+    ],
+)
+def test_the_mover_maps_only_memory_that_cannot_kill_it(
+    pair: Pair, tmp_path: Path, seals: int, pages: int, promised: int, said: str
+) -> None:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(tmp_path / "x"))
+    listener.listen(1)
+    descriptor = wire.Descriptor("shm", str(tmp_path / "x"), b"token", 0xE, 0, PAGES, PAGE_BYTES)
+    pair.poster.transport.connect(msgspec.msgpack.encode(descriptor), pair.poster.epoch)
+    mover, _ = listener.accept()
+    mover.settimeout(10)
+    assert mover.recv(1000)
+    assert wire.send(mover, wire.Challenge(b"nonce"))
+    assert mover.recv(1000) == msgspec.msgpack.encode(wire.Answer(b"nonce"))
+    fd = _memory(seals, pages)
+    assert wire.send(mover, wire.Memory(1, 0, promised, PAGE_BYTES), (fd,))
+    (lost,) = pair.until(lambda: pair.poster.lost, "the refusal")
+    assert lost.peer_epoch == 0xE and said in lost.reason
+    os.close(fd)
+    post = pair.poster.transport.write(pair.attach(), [1], [1], pair.grant())
+    assert pair.outcome(post).name == "PLACED", "the mover lives on for others"
 
 
 def test_the_alarm_rings_at_its_time_and_is_taken_back() -> None:

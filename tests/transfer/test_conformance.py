@@ -21,7 +21,7 @@ def test_shm_conforms(check: Callable[[Bench], None]) -> None:
     [
         ("fence_by_word", conformance.fence_is_final, "after the proof"),
         ("gone_too_soon", conformance.death_of_the_poster_is_shown, "called dead while it writes"),
-        ("placed_too_soon", conformance.placed_means_visible, "not visible"),
+        ("placed_by_word", conformance.placed_means_visible, "not visible"),
         ("any_generation", conformance.wrong_generation_is_refused, "PLACED"),
         ("any_generation", conformance.fence_is_final, "after the proof"),
     ],

@@ -47,6 +47,7 @@ class Faulty:
 
     def until(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + 20
+        self.turn()
         while not condition():
             assert time.monotonic() < deadline
             select.select([self.outside, self.pair.lender.transport], [], [], 1)

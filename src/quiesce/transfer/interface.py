@@ -108,7 +108,8 @@ class Transport(Protocol):
 
     def fileno(self) -> int: ...
     def close_all(self) -> None:
-        """Revoke, unmap, unlink. Posts still open are told to `poll` one last time."""
+        """Stop posting, let go of peers, remove files. Posts still open are told to `poll` one last time. It
+        proves nothing to the lender's pages: they are not to be used afterwards."""
 
     # -- the side whose memory is touched
     def register(self, arena: Arena) -> Region:

@@ -32,7 +32,7 @@ class MoverProcess:
         try:
             numbers = (theirs.fileno(), source, arena.count, arena.page_bytes, os.getpid())
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "quiesce.transfer.mover", *map(str, numbers)],
+                [sys.executable, "-P", "-m", "quiesce.transfer.mover", *map(str, numbers)],
                 pass_fds=(theirs.fileno(), source),
                 stdin=subprocess.DEVNULL,
                 env=os.environ | _ENVIRONMENT,

@@ -123,8 +123,16 @@ class Lender:
 
     def _welcome(self, sock: socket.socket) -> None:
         pid, uid = wire.peer_credentials(sock)
-        if uid != os.getuid() or pid <= 0 or len(self._half_open) >= MAX_HALF_OPEN:
+        refusal = None
+        if uid != os.getuid():
+            refusal = f"it runs as user {uid}, this engine as {os.getuid()}"
+        elif pid <= 0:
+            refusal = "it is in another PID namespace, where its death cannot be seen"
+        elif len(self._half_open) >= MAX_HALF_OPEN:
+            refusal = f"{MAX_HALF_OPEN} hand-shakes are unfinished"
+        if refusal is not None:
             self.refused += 1
+            log.warning("mover %d refused: %s", pid, refusal)
             sock.close()
             return
         try:
@@ -310,7 +318,8 @@ class Lender:
         return FenceProof("gone", peer_epoch, record.dead_through) if record.dead_through else None
 
     def close(self) -> None:
-        """Ends every attachment. The movers unmap by themselves; the pool's memory goes with its last user."""
+        """Ends every attachment. Movers unmap on their own when they see it, so this is no proof of anything:
+        the pool's memory goes with its last user, and no later pool is reachable through it."""
         if self._listener is not None:
             self._watch.remove(self._listener.fileno())
             self._listener.close()
