@@ -64,7 +64,7 @@ def snapshot(repo: str, revision: str | None, local: bool) -> Path:
 
 def first_line(error: Exception) -> str:
     """Return the first line of an error's text, without its full stop."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].removeprefix("Got: ").rstrip(".")
 
 
 def cached() -> list[tuple[str, Path, int]]:
