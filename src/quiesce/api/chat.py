@@ -17,7 +17,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 
 from quiesce.api.detokenize import Vocabulary
 from quiesce.api.errors import ApiError, invalid
@@ -34,7 +34,7 @@ class TextModel:
 
     def __init__(self, folder: Path) -> None:
         try:
-            self._wrapper: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            self._wrapper: Any = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # transformers raises whatever its parsers raise
             raise ValueError(f"{folder} has no usable tokenizer: {error}") from error
         backend = getattr(self._wrapper, "backend_tokenizer", None)
