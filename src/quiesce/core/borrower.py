@@ -189,7 +189,8 @@ class Borrower(Records):
 
     def _done_if_landed(self, record: Record) -> list[Action]:
         """DONE cannot be said while anything is queued or posted (guard L3)."""
-        if record.state is not State.OPEN or not record.complete or record.count or record.queue:
+        landed = record.complete and not record.count and not record.queue and not record.stop
+        if record.state is not State.OPEN or not landed:
             return []
         record.state = State.DONE
         record.answer = Done(record.leg, record.posted, record.tokens, record.digest, record.result)
