@@ -57,7 +57,7 @@ class PeerRecord:
 class Lender:
     def __init__(self, watch: Watch, run_dir: Path, epoch: int, max_peers: int) -> None:
         self._watch = watch
-        self._path = run_dir / f"m{secrets.token_hex(6)}.sock"
+        self._path = run_dir.resolve() / f"m{secrets.token_hex(6)}.sock"
         self._epoch = epoch
         self._max_peers = max_peers
         self._token = secrets.token_bytes(32)
@@ -239,7 +239,7 @@ class Lender:
         if record.pidfd is not None and has_exited(record.pidfd):
             self._died(record)
         elif connection.attached:
-            self.lost.append(PeerLost(record.epoch, connection.generation, f"detached: {reason}"))
+            self.lost.append(PeerLost(record.epoch, connection.generation, f"detached: {reason}", False))
 
     def _on_exit(self, record: PeerRecord) -> None:
         if record.pidfd is not None and has_exited(record.pidfd):
@@ -251,7 +251,7 @@ class Lender:
         os.close(record.pidfd)
         record.pidfd, record.dead_through = None, record.generation
         reason = "mover was killed by a fence" if record.killed else "mover died"
-        self.lost.append(PeerLost(record.epoch, record.generation, reason))
+        self.lost.append(PeerLost(record.epoch, record.generation, reason, True))
         if record.connection is not None:
             connection, record.connection = record.connection, None
             self._drop(connection, reason)
