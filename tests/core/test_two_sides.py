@@ -1,0 +1,90 @@
+"""The real lender and real borrowers against loss, duplication, reordering, crashes, faults and fences."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from core_world import MOVES, World
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+picks = st.integers(0, 1 << 16)
+NAMES = [name for name, _ in MOVES]
+WEIGHTS = [weight for _, weight in MOVES]
+
+
+def wander(world: World, seed: int, steps: int, moves: list[str], weights: list[int]) -> None:
+    choose = random.Random(seed)
+    for name in choose.choices(moves, weights, k=steps):
+        getattr(world, name)(choose.randrange(1 << 20))
+        world.check()
+
+
+@pytest.mark.parametrize("fences", [True, False])
+@pytest.mark.parametrize("drains", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_write_lands_in_foreign_pages_and_everything_closes(ranks: int, fences: bool, drains: bool):
+    committed = lost = 0
+    for seed in range(60):
+        world = World(ranks, fences=fences, drains=drains)
+        wander(world, seed, 500, NAMES, WEIGHTS)
+        world.quiesce()
+        world.check_quiet()
+        committed += world.committed
+        lost += world.lost
+    assert committed > 20 and lost > 20, "the walk must see both ends"
+
+
+def test_no_write_lands_in_foreign_pages_when_the_lender_restarts():
+    for seed in range(60):
+        world = World(2)
+        wander(world, seed, 500, [*NAMES, "crash_decode"], [*WEIGHTS, 1])
+        world.quiesce()
+        world.check_quiet()
+
+
+def test_without_faults_everything_commits():
+    moves = ["request", "publish", "deliver", "compute", "land", "fire", "ping"]
+    for seed in range(10):
+        world = World(2)
+        choose = random.Random(seed)
+        for _ in range(600):
+            getattr(world, choose.choice(moves))(choose.randrange(1 << 14) * 496 + 1)
+            world.outcome(1, unknown=False)
+            world.verify(1, matches=True)
+        assert world.committed and not world.lost
+
+
+class TwoSides(RuleBasedStateMachine):
+    """The same world under hypothesis, which shrinks what it finds to a story."""
+
+    @initialize(ranks=st.integers(1, 2), fences=st.booleans(), drains=st.booleans())
+    def start(self, ranks: int, fences: bool, drains: bool) -> None:
+        self.world = World(ranks, fences=fences, drains=drains)
+
+    @rule(name=st.sampled_from([*NAMES, "crash_decode"]), pick=st.integers(0, 1 << 16))
+    def move(self, name: str, pick: int) -> None:
+        getattr(self.world, name)(pick)
+
+    @rule(
+        picks=st.lists(st.tuples(st.sampled_from(["publish", "deliver", "compute"]), st.integers(0, 255)), max_size=8)
+    )
+    def progress(self, picks: list[tuple[str, int]]) -> None:
+        for name, pick in picks:
+            getattr(self.world, name)(pick)
+
+    @invariant()
+    def consistent(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.quiesce()
+            self.world.check_quiet()
+
+
+TestTwoSides = TwoSides.TestCase
+TestTwoSides.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
