@@ -55,6 +55,10 @@ async def test_the_bound_on_hopeless_prompts_never_refuses_one_that_fits(text: T
     assert len(await text.encode(longest * 512, 512)) == 512
 
 
+def test_the_ids_that_end_an_answer_are_those_of_the_engine(text: TextModel) -> None:
+    assert text.eos_ids == (1,)
+
+
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=str(tmp_path)):
         TextModel(tmp_path)

@@ -82,7 +82,9 @@ def test_scenario_f86_joined_deltas_are_the_decode_of_all_ids(name: str, byte_le
 
 @settings(max_examples=200, deadline=None)
 @given(
-    words=st.lists(st.sampled_from(["한국어", "👩‍👩‍👧‍👦", "é", "e\u0301", "🇨🇿", "漢字", "the", " ", "\x00"]), max_size=12),
+    words=st.lists(
+        st.sampled_from(["한국어", "👩‍👩‍👧‍👦", "é", "e\u0301", "🇨🇿", "漢字", "the", " ", "\x00"]), max_size=12
+    ),
     size=st.integers(1, 8),
     cut=st.integers(0, 6),
 )

@@ -113,9 +113,7 @@ class FakeWorker:
 
     def register(self) -> Register:
         self.progress += 1
-        return Register(
-            self.role, self.address(), self.fingerprint, self.limits, self.progress, 0, len(self.active)
-        )
+        return Register(self.role, self.address(), self.fingerprint, self.limits, self.progress, 0, len(self.active))
 
     async def _beat(self) -> None:
         while True:
@@ -164,9 +162,7 @@ class FakeWorker:
         router = self.active.pop(rid)
         prompt = len(self.starts[rid].token_ids)
         count = self.counts[rid]
-        assert self.control.send(
-            router, Ended(rid, outcome, status, reason, prompt, count, self.cached_tokens)
-        )
+        assert self.control.send(router, Ended(rid, outcome, status, reason, prompt, count, self.cached_tokens))
 
 
 @dataclass
@@ -237,9 +233,7 @@ async def cluster(
     serving = asyncio.create_task(router.serve())
     router_key = KeyPair.load(folder / "router.key").public
     context: zmq.Context[Any] = zmq.Context()
-    supervisor = AsyncLink(
-        context, router.links.endpoint, router_key, KeyPair.load(folder / "supervisor.key")
-    )
+    supervisor = AsyncLink(context, router.links.endpoint, router_key, KeyPair.load(folder / "supervisor.key"))
     client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{router.port}", timeout=20)
 
     async def add(role: str, name: str = "", **script: Any) -> FakeWorker:

@@ -16,7 +16,7 @@ FINGERPRINT = Fingerprint("m", "w", "float32", "page-major/row", 16, 4096, 2, 2,
 
 def register(name: str = "decode-0", epoch: int = 1, **fields: Any) -> Register:
     key = fields.pop("key", f"key-{name}")
-    role = fields.pop("role", name.split("-")[0])
+    role = fields.pop("role", name.split("-", maxsplit=1)[0])
     return Register(
         role=role,
         address=Address(name, epoch, "tcp://127.0.0.1:1", key),

@@ -11,6 +11,8 @@ import httpx
 import pytest
 
 from quiesce.api.chat import TextModel
+from quiesce.core import messages
+from quiesce.core.messages import Limits
 from router.cluster import body, cluster, until
 
 pytestmark = pytest.mark.anyio
@@ -43,6 +45,30 @@ async def test_r1_client_gone_before_the_first_token_cancels_both_legs(tmp_path:
         assert len(c.prefill.cancels) == len(c.decode.cancels) == 2
         assert {cancel.rid for cancel in c.prefill.cancels} == set(c.prefill.starts) == set(c.decode.starts)
         assert "client" in c.prefill.cancels[0].reason
+
+
+async def test_r1_client_gone_during_tokenisation_starts_nothing(
+    tmp_path: Path, text: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizing, proceed, encode = asyncio.Event(), asyncio.Event(), TextModel.encode
+
+    async def slow(self: TextModel, prompt: Any, limit: int) -> tuple[int, ...]:
+        tokenizing.set()
+        await proceed.wait()
+        return await encode(self, prompt, limit)
+
+    async with cluster(tmp_path, text) as c:
+        monkeypatch.setattr(TextModel, "encode", slow)
+        asking = asyncio.create_task(c.chat())
+        await tokenizing.wait()
+        asking.cancel()
+        metric = c.router.front.metrics.requests.labels("/v1/chat/completions", "499")
+        await asyncio.gather(asking, return_exceptions=True)
+        await until(lambda: not c.router._server.server_state.connections)
+        proceed.set()
+        await c.idle()
+        assert metric._value.get() == 1
+        assert not c.decode.starts and not c.prefill.starts
 
 
 async def test_r1_client_gone_in_the_middle_of_a_stream_cancels_the_decode_leg(
@@ -96,8 +122,6 @@ async def test_r3_decode_failure_cancels_the_prefill_leg(tmp_path: Path, text: T
 
 async def test_r4_the_router_asks_for_a_cancel_and_says_nothing_of_pages(tmp_path: Path, text: TextModel) -> None:
     """What ends a leg names the request alone: no message of the router can give a page back."""
-    from quiesce.core import messages
-
     for message in (messages.Start, messages.Cancel, messages.Inspect, messages.Registered):
         assert not {"pages", "grant", "leg", "tid"} & set(message.__struct_fields__)
     async with cluster(tmp_path, text, [{"role": "prefill", "hold": True}, {"role": "decode", "deaf": True}]) as c:
@@ -131,8 +155,6 @@ async def test_d1_a_refused_prompt_reaches_no_worker(tmp_path: Path, text: TextM
 
 
 async def test_d3_the_limit_is_the_least_of_context_and_both_pools(tmp_path: Path, text: TextModel) -> None:
-    from quiesce.core.messages import Limits
-
     workers = [
         {"role": "prefill", "limits": Limits(512, 100, 512)},
         {"role": "decode", "limits": Limits(512, 60, 512)},
@@ -160,9 +182,7 @@ async def test_d5_equal_client_ids_are_three_independent_requests(tmp_path: Path
         assert [a.headers["x-request-id"] for a in answers] == ["same"] * 3
         assert len({a.headers["x-quiesce-request-id"] for a in answers}) == 3
         decode = text._tokenizer.decode
-        assert [a.json()["choices"][0]["text"] for a in answers] == [
-            decode([n, n + 1, n + 2]) for n in (10, 20, 30)
-        ]
+        assert [a.json()["choices"][0]["text"] for a in answers] == [decode([n, n + 1, n + 2]) for n in (10, 20, 30)]
 
 
 async def test_scenario_e70_requests_without_an_id_have_pairing_ids_of_their_own(
@@ -231,9 +251,7 @@ async def test_scenario_f83_max_tokens_is_exact(tmp_path: Path, text: TextModel,
             assert said == text._tokenizer.decode([40] * n)
 
 
-async def test_tokens_lost_on_the_way_are_an_error_and_not_a_shorter_answer(
-    tmp_path: Path, text: TextModel
-) -> None:
+async def test_tokens_lost_on_the_way_are_an_error_and_not_a_shorter_answer(tmp_path: Path, text: TextModel) -> None:
     async with cluster(tmp_path, text, [{"role": "prefill"}, {"role": "decode", "hold": True}]) as c:
         waiting = asyncio.create_task(c.chat())
         rid = await until(lambda: next(iter(c.decode.active), None))
@@ -269,8 +287,6 @@ async def test_work_beyond_the_places_is_refused_with_retry_after(tmp_path: Path
 
 
 async def test_a_worker_is_given_no_more_than_it_says_it_takes(tmp_path: Path, text: TextModel) -> None:
-    from quiesce.core.messages import Limits
-
     held = [{"role": "prefill"}, {"role": "decode", "hold": True, "limits": Limits(512, 4096, 1)}]
     async with cluster(tmp_path, text, held) as c:
         waiting = asyncio.create_task(c.chat())

@@ -47,9 +47,7 @@ async def test_a_worker_that_dies_ends_its_requests_at_once_and_the_other_leg_to
         await c.idle()
 
 
-async def test_a_new_epoch_under_the_same_name_ends_the_legs_of_the_old_one(
-    tmp_path: Path, text: TextModel
-) -> None:
+async def test_a_new_epoch_under_the_same_name_ends_the_legs_of_the_old_one(tmp_path: Path, text: TextModel) -> None:
     async with cluster(tmp_path, text, HELD) as c:
         waiting = asyncio.create_task(c.chat())
         await until(lambda: c.decode.active)
@@ -135,3 +133,15 @@ async def test_tokens_from_a_worker_that_has_no_part_in_a_request_are_ignored(
                 worker.end(running, "length")
         for answer in (await waiting, await other):
             assert answer.json()["choices"][0]["message"]["content"] == text._tokenizer.decode([40])
+
+
+async def test_a_worker_that_was_refused_is_not_told_that_it_is_in(tmp_path: Path, text: TextModel) -> None:
+    async with cluster(tmp_path, text) as c:
+        dead = c.decode
+        assert dead.router_epochs == {c.router.dispatcher.epoch}
+        c.exited(dead)
+        await until(lambda: "decode-0" not in c.router.dispatcher.registry.workers)
+        dead.router_epochs.clear()
+        refused = c.router.dispatcher.registry.refused
+        await until(lambda: c.router.dispatcher.registry.refused > refused + 3)
+        assert not dead.router_epochs

@@ -46,6 +46,7 @@ class TextModel:
         self._tokenizer.no_padding()
         self.vocabulary = Vocabulary(self._tokenizer)
         self.vocabulary_size = _embedding_rows(folder) or self._tokenizer.get_vocab_size()
+        self.eos_ids = _eos_ids(folder)
         self._longest_token = _longest_token(self._tokenizer)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
 
@@ -108,13 +109,26 @@ def too_long(param: str, tokens: int | str, limit: int) -> ApiError:
     )
 
 
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):  # a folder of a tokenizer alone is fine here; the engine checks its own needs
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _embedding_rows(folder: Path) -> int | None:
     """`vocab_size` of config.json: the ids that the model has an embedding for."""
-    try:
-        rows = json.loads((folder / "config.json").read_bytes()).get("vocab_size")
-    except (OSError, ValueError, AttributeError):
-        return None
+    rows = _read(folder / "config.json").get("vocab_size")
     return rows if isinstance(rows, int) else None
+
+
+def _eos_ids(folder: Path) -> tuple[int, ...]:
+    """The ids that end an answer, as the engine reads them."""
+    found = _read(folder / "generation_config.json").get("eos_token_id")
+    if found is None:
+        found = _read(folder / "config.json").get("eos_token_id")
+    return tuple(id for id in (found if isinstance(found, list) else [found]) if isinstance(id, int))
 
 
 def _longest_token(tokenizer: Tokenizer) -> int | None:

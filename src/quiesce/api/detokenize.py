@@ -169,7 +169,7 @@ class TextStream:
     """One answer's text. `counted` tokens belong to it: those up to and with the one that completed a stop string."""
 
     def __init__(self, vocabulary: Vocabulary, stops: Sequence[str] = (), silent: Iterable[int] = ()) -> None:
-        """silent: token ids that end the answer and have no text (stop_token_ids)."""
+        """silent: token ids that end the answer and have no text (stop_token_ids, end of sequence)."""
         self._detokenizer = vocabulary.detokenizer()
         self._matcher = StopMatcher(stops)
         self._silent = frozenset(silent)

@@ -204,7 +204,8 @@ class Exchange:
         return limit
 
     async def _answer(self, call: Call, wanted: Wanted, prompt_tokens: int) -> None:
-        text = TextStream(self._front.text.vocabulary, wanted.stops, wanted.stop_token_ids)
+        silent = (*wanted.stop_token_ids, *(() if wanted.ignore_eos else self._front.text.eos_ids))
+        text = TextStream(self._front.text.vocabulary, wanted.stops, silent)
         shape = self._endpoint.shape(self._rid, self._front.model)
         events = Events(shape, wanted.include_usage) if wanted.stream else None
         pieces: list[str] = []

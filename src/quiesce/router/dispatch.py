@@ -272,7 +272,8 @@ class Dispatcher:
         match received.message:
             case Register() as message:
                 self._apply(self.registry.on_register(message, received.user, now))
-                return Registered(self.epoch)
+                if self.registry.knows(message.address.epoch):  # one that was refused must not think it is in
+                    return Registered(self.epoch)
             case Exited() as message:
                 self._apply(self.registry.on_exited(message, received.user, now))
             case _:

@@ -124,6 +124,9 @@ class Registry:
         self.workers[address.name] = worker
         return [*changes, Connect(worker)]
 
+    def knows(self, epoch: int) -> bool:
+        return any(worker.epoch == epoch for worker in self.workers.values())
+
     def on_exited(self, message: Exited, user: str, now: float) -> list[Change]:
         """The supervisor's word. A worker may say it of itself, not of others."""
         known = self.workers.get(message.name)
