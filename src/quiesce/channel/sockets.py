@@ -1,0 +1,149 @@
+"""The two ends of a control conversation for a loop that polls: a listener (ROUTER) and links to it (DEALER).
+
+Sends never block and may be lost; the protocol above repeats. Every queue is bounded, nothing lingers.
+One thread owns an end. Hand `.socket` (and `.monitor` of a link) to a `zmq.Poller`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import zmq
+
+from quiesce.channel.frames import Framing, LinkEvent, LinkState, Received
+from quiesce.channel.keys import KeyPair
+from quiesce.channel.options import configure_link, configure_listener, remove_socket_file
+from quiesce.core.messages import Codec, Wire
+
+T = TypeVar("T")
+
+
+class _End:
+    def __init__(self, codec: Codec | None) -> None:
+        self._framing = Framing(codec)
+
+    @property
+    def dropped(self) -> int:
+        """Sends refused: no such peer, peer not connected, its queue full, or a message too large."""
+        return self._framing.counts.dropped
+
+    @property
+    def malformed(self) -> int:
+        return self._framing.counts.malformed
+
+    def _send(self, socket: zmq.Socket[bytes], to: list[bytes], message: Wire) -> bool:
+        frame = self._framing.encode(message)
+        if frame is None:
+            return False
+        try:
+            socket.send_multipart([*to, frame], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            self._framing.counts.dropped += 1
+            return False
+        return True
+
+    @staticmethod
+    def _drain(socket: zmq.Socket[bytes], limit: int, parse: Callable[[list[zmq.Frame]], T | None]) -> list[T]:
+        found: list[T] = []
+        for _ in range(limit):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            parsed = parse(frames)
+            if parsed is not None:
+                found.append(parsed)
+        return found
+
+
+class Listener(_End):
+    """Binds and accepts peers whose keys the context's authenticator knows.
+
+    bind: `tcp://127.0.0.1:*` or `ipc:///path`. Raises zmq.ZMQError when the address cannot be had.
+    """
+
+    def __init__(self, context: zmq.Context[Any], bind: str, keys: KeyPair, codec: Codec | None = None) -> None:
+        super().__init__(codec)
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER, socket_class=zmq.Socket)
+        configure_listener(self.socket, keys)
+        try:
+            self.socket.bind(bind)
+        except zmq.ZMQError:
+            self.socket.close(linger=0)
+            raise
+        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def send(self, to: bytes, message: Wire) -> bool:
+        """False: not sent, because that peer is gone or its queue is full; counted in `dropped`."""
+        return self._send(self.socket, [to], message)
+
+    def receive(self, limit: int = 256) -> list[Received]:
+        """What has arrived, at most `limit` messages; never waits."""
+        return self._drain(self.socket, limit, self._framing.from_peer)
+
+    def close(self) -> None:
+        if not self.socket.closed:
+            self.socket.close(linger=0)
+            remove_socket_file(self.endpoint)
+
+
+class Link(_End):
+    """Connects to one listener, proves `keys` and checks that the other side owns `server_public_key`.
+
+    It reconnects by itself with back-off until closed. Nothing is queued while it is down.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        endpoint: str,
+        server_public_key: str,
+        keys: KeyPair,
+        codec: Codec | None = None,
+    ) -> None:
+        super().__init__(codec)
+        self.endpoint = endpoint
+        self._state = LinkState()
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER, socket_class=zmq.Socket)
+        configure_link(self.socket, server_public_key, keys)
+        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(LinkState.EVENTS)
+        try:
+            self.socket.connect(endpoint)
+        except zmq.ZMQError:
+            self.close()
+            raise
+
+    @property
+    def is_up(self) -> bool:
+        """As of the last `state_changes()`."""
+        return self._state.current is LinkEvent.UP
+
+    @property
+    def refused(self) -> bool:
+        """The listener does not know our key. ZeroMQ does not try again: only a new link can get in."""
+        return self._state.refused
+
+    def send(self, message: Wire) -> bool:
+        """False: not sent, because the link is down or the queue is full; counted in `dropped`."""
+        return self._send(self.socket, [], message)
+
+    def receive(self, limit: int = 256) -> list[Wire]:
+        """What has arrived, at most `limit` messages; never waits."""
+        return self._drain(self.socket, limit, self._framing.from_server)
+
+    def state_changes(self, limit: int = 256) -> list[LinkEvent]:
+        """Changes since the last call, oldest first; UP and DOWN alternate. DOWN also says: never came up."""
+
+        def parse(frames: list[zmq.Frame]) -> LinkEvent | None:
+            return self._state.on([frame.bytes for frame in frames])
+
+        return self._drain(self.monitor, limit, parse)
+
+    def close(self) -> None:
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+            self.monitor.close(linger=0)
+            self.socket.close(linger=0)
