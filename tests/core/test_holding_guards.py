@@ -379,7 +379,8 @@ def test_h16_a_fence_of_some_pages_counts_for_those_only():
     rig = LenderRig()
     tid = rig.holding()
     pages = rig.ledger.pages(tid)
-    rig.lender.on(Revoked(Proof.fenced(P, GENERATION, frozenset(pages[:2]))))
+    actions = rig.lender.on(Revoked(Proof.fenced(P, GENERATION, frozenset(pages[:2]))))
+    assert Timer.REFENCE in [arm.timer for arm in only(actions, Arm)], "the rest is still to be fenced"
     assert rig.kept(tid) and not rig.ledger.writers(pages[0]) and rig.ledger.writers(pages[2])
     rig.lender.on(Revoked(Proof.fenced(P, GENERATION, frozenset(pages[2:]))))
     assert rig.all_free()

@@ -143,9 +143,9 @@ def done_and_aborted(rig: BorrowerRig) -> Leg:
 
 @pytest.mark.parametrize("end", [never_started, drained, done_and_acked, done_and_aborted])
 def test_n5_every_end_leaves_a_tombstone_until_the_closed_set_covers_it(end):
-    rig = BorrowerRig(max_records=2)
+    rig = BorrowerRig(max_records=20)
     leg = end(rig)
-    for seq in range(50, 80):  # neither age nor pressure makes it go
+    for seq in range(50, 90):  # neither age nor pressure makes it go
         rig.offer(rig.leg(seq))
         rig.abort(rig.leg(seq + 100))
     rig.closed_set(high=500, open_seqs=range(500))
@@ -164,6 +164,15 @@ def test_n5_a_full_borrower_refuses_the_new_and_evicts_nothing():
     assert messages(rig.offer(third)) == [Refused(third, "full")]
     assert messages(rig.offer(first)) == [Accept(first, 0)]
     assert messages(rig.offer(second)) == [Refused(second, "ended")]
+
+
+def test_d7_tombstones_are_bounded_and_what_cannot_be_remembered_is_not_answered():
+    rig = BorrowerRig(max_records=2)
+    for seq in range(1, 50):
+        assert len(messages(rig.abort(rig.leg(seq)))) == (seq <= 4)
+    assert rig.borrower.known == 4
+    rig.closed_set(high=3)
+    assert messages(rig.abort(rig.leg(49))) == [NeverStarted(rig.leg(49))]
 
 
 def test_n5_an_older_closed_set_is_ignored():

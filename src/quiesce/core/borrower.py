@@ -120,6 +120,8 @@ class Borrower(Records):
         if isinstance(message, Abort) and to in self.lenders:
             if self._is_closed(leg):
                 return [Send(to, Drained(leg))]
+            if self.known >= 2 * self.max_records:
+                return self._drop()  # no room to remember it, so no answer: the lender holds and asks again
             # Tombstone first, then the answer: the OFFER that this ABORT overtook must find it (guard N5).
             self._store(Record(leg, State.TOMBSTONE, stop=True))
             self.ended["never_started"] += 1

@@ -196,6 +196,8 @@ class Holdings:
                 if transfer.state in (State.RESERVED, State.OFFERED):
                     actions += self._hold(transfer, "the prefill engine's access was revoked")
                 peer.proven = self.ledger.close(key, proof)
+                if not peer.proven:  # it covered some pages only: the rest is asked for again
+                    actions.append(Arm(Timer.REFENCE, transfer.tid))
             actions += self._close_if_proven(transfer)
             if transfer.state is State.QUARANTINE:
                 actions += self._absolve(transfer, proof)

@@ -59,7 +59,8 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """Ask the transport for GONE (when `dead`) or FENCED of this peer; answer with `Revoked` or `NotRevoked`."""
+    """Ask the transport for GONE (when `dead`) or FENCED of this peer. Answer each with exactly one `Revoked`, whose
+    proof reaches `generation`, or else `NotRevoked`."""
 
     epoch: int
     generation: int
