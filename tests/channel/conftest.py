@@ -22,4 +22,4 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     for end in made.ends:
         end.close()
     authenticator.stop()
-    context.term()
+    context.destroy(linger=0)

@@ -128,6 +128,9 @@ class Link(_End):
 
     def send(self, message: Wire) -> bool:
         """False: not sent, because the link is down or the queue is full; counted in `dropped`."""
+        if self._state.current is LinkEvent.DOWN:  # what is left of the old connection may still take messages
+            self._framing.counts.dropped += 1
+            return False
         return self._send(self.socket, [], message)
 
     def receive(self, limit: int = 256) -> list[Wire]:

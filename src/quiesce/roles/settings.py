@@ -1,0 +1,125 @@
+"""What one process of Quiesce is told when it starts. Plain values, checked once; no torch, no sockets."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Role = Literal["prefill", "decode", "colocated"]
+Dtype = Literal["bfloat16", "float32"]
+Expiry = Literal["hold", "release"]
+
+
+def new_epoch() -> int:
+    """64 random bits, never 0: one process life."""
+    return secrets.randbits(64) | 1
+
+
+class SettingsError(ValueError):
+    """A setting that cannot work. The text names the option, the value and the limit."""
+
+
+def _within(option: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise SettingsError(f"{option} must be between {low:g} and {high:g}, not {value:g}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """One engine process. Sizes are in tokens, times in seconds. Raises SettingsError."""
+
+    role: Role
+    name: str  # unique in the cluster; `<name>.key` proves it
+    model: Path  # a local Hugging Face folder
+    served_model_name: str
+
+    registry: str  # the router's endpoint, e.g. ipc:///run/user/0/quiesce-1/registry
+    registry_public_key: str  # z85
+    keys: Path  # folder: `<name>.key` (both halves), `ring/<peer>.pub`
+    run_dir: Path  # sockets live here; must be private to this user
+    bind: str = ""  # control socket; empty: a fresh socket file in run_dir. Across hosts: tcp://host:*
+    epoch: int = field(default_factory=new_epoch)
+
+    device: str = "cpu"
+    dtype: Dtype = "bfloat16"
+    deterministic: bool = False
+    threads: int = 1
+    context_length: int | None = None  # None: the model's own
+    page_size: int = 16
+    max_total_tokens: int = 65536  # size of the KV pool
+    chunked_prefill_size: int = 512
+    max_running: int = 64
+    max_queued: int = 512
+
+    transfer: str = "shm"
+    hold_timeout: float = 30.0  # then a fence is asked for; time alone never frees a page
+    max_retained: float = 0.25  # share of the pool; above it the worker drains and restarts
+    on_hold_expiry: Expiry = "hold"
+    drain_timeout: float = 10.0
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.name.replace("-", "").replace("_", "").isalnum() or len(self.name) > 40:
+            raise SettingsError(f"--name must be 1 to 40 letters, digits, - or _, not {self.name!r}.")
+        check_sizes(
+            page_size=self.page_size,
+            max_total_tokens=self.max_total_tokens,
+            chunked_prefill_size=self.chunked_prefill_size,
+            context_length=self.context_length,
+            max_running=self.max_running,
+        )
+        _within("--max-queued", self.max_queued, 1, 1 << 20)
+        _within("--threads", self.threads, 1, 1024)
+        _within("--hold-timeout", self.hold_timeout, 0.05, 86_400)
+        _within("--max-retained", self.max_retained, 0.0, 1.0)
+        _within("--drain-timeout", self.drain_timeout, 0.0, 86_400)
+        if not 0 < self.epoch < 1 << 64:
+            raise SettingsError(f"--epoch must be 64 bits and not 0, not {self.epoch:#x}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSettings:
+    """The process in front. Times in seconds. Raises SettingsError."""
+
+    model: Path  # tokenizer and chat template are read from here
+    served_model_name: str
+    keys: Path  # folder: `router.key` (both halves), `ring/<worker>.pub`
+    registry: str  # where workers register, e.g. ipc:///run/user/0/quiesce-1/registry or tcp://0.0.0.0:29500
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any free one
+    max_inflight: int = 1024  # requests; the next one is answered 503
+    max_body: int = 8 << 20  # bytes of one HTTP request
+    request_timeout: float = 600.0
+    drain_timeout: float = 10.0
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        _within("--port", self.port, 0, 65535)
+        _within("--max-inflight", self.max_inflight, 1, 1 << 20)
+        _within("--max-body", self.max_body, 1024, 1 << 30)
+        _within("--request-timeout", self.request_timeout, 0.1, 86_400)
+        _within("--drain-timeout", self.drain_timeout, 0.0, 86_400)
+
+
+def check_sizes(
+    *,
+    page_size: int,
+    max_total_tokens: int,
+    chunked_prefill_size: int,
+    context_length: int | None,
+    max_running: int,
+) -> None:
+    """Sizes that cannot work whatever the model is. Raises SettingsError."""
+    _within("--page-size", page_size, 1, 1024)
+    _within("--max-total-tokens", max_total_tokens, 2 * page_size, 1 << 31)
+    _within("--chunked-prefill-size", chunked_prefill_size, 1, 1 << 20)
+    _within("--max-running-requests", max_running, 1, 65_536)
+    if context_length is not None:
+        _within("--context-length", context_length, 2, 1 << 24)
+    if chunked_prefill_size % page_size:
+        raise SettingsError(
+            f"--chunked-prefill-size ({chunked_prefill_size}) must be a multiple of --page-size ({page_size}), "
+            f"so that every chunk but the last ends with a full page."
+        )
