@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 
+import numpy as np
 import numpy as np
 import torch
 
 from quiesce.engine.config import ModelConfig, dtype_of
 from quiesce.engine.errors import EngineError
+from quiesce.transfer.arena import shared_arena
 from quiesce.transfer.interface import Arena
 
 
@@ -28,7 +29,11 @@ class KVPool:
         self.pages, self.page_size, self.layers = pages, page_size, config.layers
         self._arena: Arena | None = None
         if device.type == "cpu":
-            self._arena = _shared_arena(pages, page_bytes)
+            try:
+                self._arena = shared_arena(pages, page_bytes)
+            except OSError as error:
+                size = f"{pages} KV pages ({pages * page_bytes >> 20} MiB)"
+                raise EngineError(f"cannot allocate {size} of shared memory: {error}") from None
             memory = torch.from_numpy(self._arena.pages)
         else:
             memory = torch.zeros((pages, page_bytes), dtype=torch.uint8, device=device)
@@ -75,14 +80,3 @@ class KVPool:
         """Row numbers in layer 0 of the K and then the V halves of page `tables` [rows, pages]."""
         k = tables.reshape(-1) * (self.layers * 2)
         return np.concatenate((k, k + 1))
-
-
-def _shared_arena(pages: int, page_bytes: int) -> Arena:
-    fd = os.memfd_create("quiesce-kv", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(fd, pages * page_bytes)
-        memory = mmap.mmap(fd, pages * page_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-    except (OSError, ValueError) as error:
-        os.close(fd)
-        raise EngineError(f"cannot map {pages} KV pages ({pages * page_bytes >> 20} MiB): {error}") from None
-    return Arena(np.frombuffer(memory, np.uint8).reshape(pages, page_bytes), fd)
