@@ -75,7 +75,8 @@ def _exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tens
     """
     n, rows, dim = q.shape
     q = F.pad(q * dim**-0.5, (0, 0, 0, max(0, MIN_ROWS - rows)))
-    scores = torch.bmm(q, k.transpose(1, 2)).masked_fill_(hidden, HIDDEN)
+    scores = torch.bmm(q, k.transpose(1, 2))
+    scores[:, :rows].masked_fill_(hidden, HIDDEN)
     scores.sub_(scores.amax(-1, keepdim=True)).exp_()
     blocks = scores.view(n, q.shape[1], -1, EXACT_BLOCK)
     sums = blocks.sum(-1)

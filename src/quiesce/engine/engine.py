@@ -57,10 +57,8 @@ class Engine:
                 raise EngineError(f"deterministic: page size {page_size} and {EXACT_BLOCK} must divide evenly")
             self._block = max(page_size, EXACT_BLOCK)
         self._device = torch.device(device)
+        self.kv = KVPool(self.model_config, pages=pool_pages, page_size=page_size, dtype=dtype, device=self._device)
         with torch.inference_mode():
-            self.kv = KVPool(
-                self.model_config, pages=pool_pages, page_size=page_size, dtype=dtype, device=self._device
-            )
             self._model = Llama(
                 self.model_config,
                 load_weights(self.model_config, self._device, dtype_of(dtype)),
