@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import numpy as np
-import numpy as np
 import torch
 
 from quiesce.engine.config import ModelConfig, dtype_of

@@ -134,6 +134,7 @@ class DecodeWorker(Worker):
                 # Digests are not negotiated by this version: a peer that sends one is not trusted to be right.
                 self.tell(Verified(tid, False, frozenset(self.peers.peers)))
             case Committed(tid, result):
+                self.timers.forget(tid)
                 self.transport.consume_barrier(self.ledger.pages(tid))
                 leg = self.generation.by_tid[tid]
                 leg.cached_tokens = result.cached_tokens
@@ -141,8 +142,8 @@ class DecodeWorker(Worker):
                 self.generation.take(sequence, result.token)
             case Lost(tid, reason):
                 self._lost(tid, reason)
-            case Closed():
-                pass
+            case Closed(tid):
+                self.timers.forget(tid)
             case _:
                 raise AssertionError(f"a lender does not ask for {action}")
 

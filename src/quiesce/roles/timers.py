@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from quiesce.core.machine import Arm, Fired, Timer
+from quiesce.core.messages import Leg, TransferId
 
 REPEAT_FIRST = 0.05
 REPEAT_MOST = 2.0
@@ -52,6 +53,14 @@ class Timers:
 
     def cancel(self, name: Hashable) -> None:
         self._live.pop(name, None)
+        if len(self._heap) > 64 + 2 * len(self._live):
+            self._heap = [entry for entry in self._heap if self._live.get(entry[2]) == entry[1]]
+            heapq.heapify(self._heap)
+
+    def forget(self, about: TransferId | Leg) -> None:
+        """Cancels every machine timer about one thing."""
+        for timer in Timer:
+            self.cancel((timer, about))
 
     def due(self) -> list[object]:
         """What has fired since the last call, in order."""
