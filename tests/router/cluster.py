@@ -32,6 +32,7 @@ from quiesce.core.messages import (
     Start,
     Tokens,
 )
+from quiesce.roles.settings import RouterSettings
 from quiesce.router.app import Router
 from quiesce.router.registry import Patience
 
@@ -49,19 +50,16 @@ async def until(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
     return value
 
 
-@dataclass
-class Settings:
-    registry: str
-    keys: Path
-    model: Path
-    host: str = "127.0.0.1"
-    port: int = 0
-    served_model_name: str = MODEL
-    max_inflight: int = 1024
-    request_timeout: float = 30.0
-    drain_timeout: float = 5.0
-    max_body: int = 8 << 20
-    log_level: str = "info"
+def settings_for(keys: Path, model: Path, port: int = 0, **fields: Any) -> RouterSettings:
+    quick: dict[str, Any] = {"request_timeout": 30.0, "drain_timeout": 5.0}
+    return RouterSettings(
+        model=model,
+        served_model_name=MODEL,
+        keys=keys,
+        registry="tcp://127.0.0.1:*",
+        port=port,
+        **(quick | fields),
+    )
 
 
 @dataclass
@@ -229,7 +227,7 @@ async def cluster(
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"{role}-{i}" for role in ("prefill", "decode", "colocated") for i in range(3)]
     make_keys(folder, ["router", "supervisor", *names])
-    router = Router(Settings("tcp://127.0.0.1:*", folder, folder, **settings), text, patience)
+    router = Router(settings_for(folder, folder, **settings), text, patience)
     serving = asyncio.create_task(router.serve())
     router_key = KeyPair.load(folder / "router.key").public
     context: zmq.Context[Any] = zmq.Context()

@@ -18,9 +18,9 @@ CODE = """
 import sys
 from pathlib import Path
 from quiesce.router.app import run
-from router.cluster import Settings
+from router.cluster import settings_for
 keys, model, port = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-sys.exit(run(Settings("tcp://127.0.0.1:*", keys, model, port=port)))
+sys.exit(run(settings_for(keys, model, port)))
 """
 
 
