@@ -217,7 +217,10 @@ class Lender(Holdings):
         # Somebody we cannot name wrote here: proofs of our own ranks say nothing about that (guard H15).
         transfer.state = State.QUARANTINE
         transfer.cause = "digest mismatch: the pages were changed by a foreign writer"
-        transfer.accused = {epoch: self._granted.get(epoch, 0) for epoch in event.peers}
+        # A fence that already runs for a peer may have taken effect before the foreign write: it owes a newer one.
+        transfer.accused = {
+            epoch: max(self._granted.get(epoch, 0), self._fencing.get(epoch, -1) + 1) for epoch in event.peers
+        }
         self.ledger.lend(LeaseKey.foreign(transfer.tid))
         self.ledger.end(transfer.tid)
         self.ledger.retain(transfer.tid)
