@@ -26,11 +26,12 @@ LEDGER: dict[str, Callable[[Ledger], bool]] = {
     "no row is free, and none is shared, while it belongs to a transfer": lambda x: (
         sorted(_rows(x) + x.rows._free) == list(range(x.rows.count))
     ),
+    "pages and row of a transfer are held together": lambda x: all(h.rows for h in x._holdings.values()),
     "free + owned + cached + held + retained = pool": lambda x: (
         (c := x.census()).free + c.owned + c.cached + c.held + c.retained == c.total
     ),
     "every lease ever opened is open or was closed by exactly one proof": lambda x: (
-        x.opened == sum(x.closed_by.values()) + sum(1 for _ in x.open_leases())
+        x.opened == sum(x.closed_by.values()) + x.steps + sum(1 for _ in x.open_leases())
     ),
     "a lease closes by a proof, never by an operator's wish or a timer": lambda x: x.unsound == 0,
 }
@@ -64,6 +65,7 @@ GLOBAL = (
     "every byte that may still land is covered by an open lease of its own writer",
     "no request commits with a hole or with another request's bytes",
     "no request commits with a result that is not the designated rank's for it",
+    "a request that was given up never commits",
     "a message about a closed transfer changes nothing at the lender",
     "no machine raises",
 )

@@ -21,6 +21,7 @@ class World:
     rows: int = 8
     window: int = 4  # posts a borrower keeps in flight for one transfer
     chunk: int = 1  # pages a chunk
+    records: int = 99  # what a prefill rank remembers before it refuses
     # what the transport can prove
     fence: bool = False
     gone: bool = False
@@ -37,6 +38,8 @@ class World:
     pings: int = 0
     stray: int = 0  # foreign writers found by a digest
     short: int = 0  # a prefill rank plans fewer pages than it was offered
+    exact: bool = False  # pacing is state too: timers, ACCEPT, BUSY, retained
+    late: bool = False  # answers about closed transfers stay deliverable too (they change nothing: checked here)
     live: bool = False  # search the liveness graph too
 
 

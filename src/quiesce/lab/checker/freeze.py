@@ -1,6 +1,7 @@
 """A canonical value for an object graph: equal states freeze to equal, hashable values.
 
-What is only counted or only said to people is no state (`NOT_STATE`): repeats of a message, reasons, statistics.
+What is only counted or only said to people is no state (`NOT_STATE`): reasons, repeats, statistics. `PACING` is
+what only decides how often something is said again: no state either where a sent message stays deliverable.
 """
 
 from __future__ import annotations
@@ -13,51 +14,55 @@ from typing import Any
 
 import msgspec
 
+from quiesce.core.messages import Abort, Accept, Busy, Failed, Ping
+
 NOT_STATE = frozenset(
-    [
-        "cause",
-        "repeats",
-        "stale",
-        "ended",
-        "closed_by",
-        "opened",
-        "unsound",
-        "faults",
-        "taints",
-        "_posts",
-        "_on_release",
-        "_return_pages",
-        "_return_rows",
-        "fingerprint",
-    ]
-)
+    {"cause", "repeats", "stale", "ended", "closed_by", "opened", "unsound", "faults", "taints"}
+) | {
+    "fingerprint",
+    "steps",
+    "_posts",
+    "_on_release",
+    "_return_pages",
+    "_return_rows",
+}
+PACING = frozenset({"accepted", "acked", "busy", "deferrals", "retained", "_pages_in", "timers"})
 PLAIN = (int, str, bytes, float, type(None), Enum, msgspec.Struct)
+
+
+def plain(message: Any) -> Any:
+    """A message without what is only for people or for pacing, and hashable."""
+    if isinstance(message, Abort | Failed):
+        return msgspec.structs.replace(message, reason="")
+    if isinstance(message, Busy):
+        return msgspec.structs.replace(message, posts=0)
+    if isinstance(message, Accept):
+        return msgspec.structs.replace(message, place=0)
+    if isinstance(message, Ping):
+        return msgspec.structs.replace(message, open_seqs=tuple(message.open_seqs))
+    return message
 
 
 @cache
 def _fields(kind: type) -> tuple[str, ...]:
     if dataclasses.is_dataclass(kind):
-        names = [field.name for field in dataclasses.fields(kind)]
-    else:
-        names = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
-    return tuple(name for name in names if name not in NOT_STATE)
+        return tuple(field.name for field in dataclasses.fields(kind))
+    return tuple(name for base in kind.__mro__ for name in getattr(base, "__slots__", ()))
 
 
-def freeze(thing: Any) -> Any:
+def freeze(thing: Any, without: frozenset[str] = NOT_STATE) -> Any:
     """Dicts and sets lose their order, lists and queues keep it."""
     if isinstance(thing, PLAIN):
-        return thing
+        return plain(thing)
     if isinstance(thing, Counter):
         return frozenset([item for item in thing.items() if item[1]])
     if isinstance(thing, dict):
-        return frozenset([(key, freeze(value)) for key, value in thing.items()])
+        return frozenset([(key, freeze(value, without)) for key, value in thing.items()])
     if isinstance(thing, set | frozenset):
         return frozenset(thing)
     if isinstance(thing, list | tuple | deque):
-        return tuple([freeze(item) for item in thing])
+        return tuple([freeze(item, without) for item in thing])
     if isinstance(thing, bytearray):
         return bytes(thing)
-    names = _fields(type(thing))
-    if names:
-        return tuple([freeze(getattr(thing, name)) for name in names])
-    return tuple([(key, freeze(value)) for key, value in vars(thing).items() if key not in NOT_STATE])
+    names = _fields(type(thing)) or tuple(vars(thing))
+    return tuple([freeze(getattr(thing, name), without) for name in names if name not in without])

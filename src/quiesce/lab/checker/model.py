@@ -13,21 +13,20 @@ import pickle
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import msgspec
-
 from quiesce.core import lender as d
 from quiesce.core.borrower import Outcome
-from quiesce.core.machine import Post
-from quiesce.core.messages import Abort, Accept, Busy, Done, Failed, HandOff, Leg, Offer, Ping, TransferId
+from quiesce.core.machine import Post, Timer
+from quiesce.core.messages import Accept, Busy, Done, Failed, HandOff, Leg, Ping, TransferId
 from quiesce.core.proofs import Borrowing
-from quiesce.lab.checker.freeze import freeze
+from quiesce.lab.checker.freeze import NOT_STATE, PACING, freeze, plain
 from quiesce.lab.checker.sides import DecodeSide, PrefillSide, token_of
 from quiesce.lab.invariants import GLOBAL, broken
 from quiesce.lab.worlds import World
 
 State = tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...], frozenset, tuple[int, ...]]
-FOREIGN, SOURCE, COVERED, HOLE, RESULT, LATE, RAISES = GLOBAL
+FOREIGN, SOURCE, COVERED, HOLE, RESULT, GIVEN_UP, LATE, RAISES = GLOBAL
 BUDGETS = ("unknown", "failed", "fault", "crash_p", "crash_d", "suspect", "unfenced", "pings", "stray", "short")
+UNFAIR = ("reserve", "end", "fault")  # a client, a router, bad luck: nobody may wait for them
 FLYING, REFUSED, LOOSE = 0, 1, 2  # no outcome yet; refused by a fence; ended UNKNOWN or orphaned, may still land
 
 
@@ -65,17 +64,7 @@ class Move(NamedTuple):
     event: tuple
     state: State | None  # None: the move itself breaks a rule
     broken: str | None = None
-
-
-def plain(message: HandOff | Ping) -> HandOff | Ping:
-    """Without what is only for people or for pacing: it is no state."""
-    if isinstance(message, Abort | Failed):
-        return msgspec.structs.replace(message, reason="")
-    if isinstance(message, Busy):
-        return msgspec.structs.replace(message, posts=0)
-    if isinstance(message, Accept):
-        return msgspec.structs.replace(message, place=0)
-    return message
+    fair: bool = True  # happens in the end, without luck, malice or a new request
 
 
 class Model:
@@ -93,6 +82,11 @@ class Model:
         self.inbox: list[int] = [0] * (world.decodes + world.prefills)  # receiver -> mask of its messages
         self.flights: list[Flight] = []
         self._flight_ids: dict[Flight, int] = {}
+        self.keeps_late = world.late or world.exact
+        self.exact = exact = consume or world.exact
+        self._without = NOT_STATE if exact else NOT_STATE | PACING
+        self._unsaid: tuple[type, ...] = () if exact else (Accept, Busy)  # they change nothing but pacing
+        self._spent: dict[int, tuple[int, int]] = {}  # decode side -> (messages looked at, mask)
         self._steps: dict[tuple[int, Any], Step] = {}
         self.real_steps = 0
 
@@ -107,7 +101,7 @@ class Model:
         return decodes, prefills, 0, (), frozenset(), budgets
 
     def _intern(self, side: DecodeSide | PrefillSide) -> int:
-        key = (type(side), freeze(side))
+        key = (type(side), freeze(side, self._without))
         known = self._side_ids.get(key)
         if known is None:
             known = self._side_ids[key] = len(self.sides)
@@ -116,7 +110,7 @@ class Model:
         return known
 
     def _view(self, side: DecodeSide | PrefillSide) -> View:
-        may = tuple(side.may(self.world))
+        may = tuple(side.may(self.world, self.exact))
         if isinstance(side, PrefillSide):
             return View(side.epoch, may, {}, frozenset(), dict(side.content), {}, side)
         running = {t.tid for t in side.lender.transfers.values() if t.state is d.State.COMMITTED}
@@ -176,6 +170,8 @@ class Model:
             fault = LATE
         sends = 0
         for message in out.sends:
+            if isinstance(message, self._unsaid):
+                continue
             for receiver in self._receivers(side, message):
                 sends |= 1 << self._message(plain(message), side.epoch, receiver)
         return Step(new, sends, tuple(self._flight(post) for post in out.posts), out.commits, fault)
@@ -227,13 +223,17 @@ class Model:
                     continue
                 before = (decodes, prefills, net & ~bit, *state[3:])
                 yield self._merge(before, at, number, step)
-                yield Move(("lost", number), before)
+                yield Move(("lost", number), before, None, False)
 
-    def _apply(self, state: State, at: int, event: tuple, spend: str | None = None) -> Move:
+    def _apply(self, state: State, at: int, event: tuple, spend: str | None = None, fair: bool | None = None) -> Move:
         side_id = (state[0] + state[1])[at]
-        return self._merge(state, at, event, self.local(side_id, event), spend)
+        if fair is None:
+            fair = spend is None and event[0] not in UNFAIR and event[:2] != ("fire", Timer.DEADLINE)
+        return self._merge(state, at, event, self.local(side_id, event), spend, fair)
 
-    def _merge(self, state: State, at: int, event: Any, step: Step, spend: str | None = None) -> Move:
+    def _merge(
+        self, state: State, at: int, event: Any, step: Step, spend: str | None = None, fair: bool = True
+    ) -> Move:
         decodes, prefills, net, posts, placed, budgets = state
         said = ("at", at, event)
         if step.fault:
@@ -253,7 +253,11 @@ class Model:
             posts = tuple(sorted([*posts, *(self._launch(number, decodes) for number in step.posts)]))
         if spend:
             budgets = self._spend(budgets, spend)
-        return Move(said, (decodes, prefills, net | step.sends, posts, placed, budgets))
+        net |= step.sends
+        if not self.keeps_late:
+            for side_id in decodes:
+                net &= ~self._answers_spent(side_id)
+        return Move(said, (decodes, prefills, net, posts, placed, budgets), None, fair)
 
     def _spend(self, budgets: tuple[int, ...], name: str) -> tuple[int, ...]:
         i = BUDGETS.index(name)
@@ -272,11 +276,27 @@ class Model:
 
     def _commit_fault(self, state: State, at: int, tid: TransferId, result: Any) -> str | None:
         view = self.views[state[0][at]]
+        if tid in view.side.given_up:
+            return GIVEN_UP
         pages = [page for page, (owner, _) in view.holders.items() if owner == tid]
         for rank in range(self.world.prefills):
             if any((at, tid, rank, index) not in state[4] for index in range(len(pages))):
                 return HOLE
-        return None if result == token_of(tid, d.DESIGNATED_RANK) else RESULT
+        return None if result == token_of(tid, 0) else RESULT
+
+    def _answers_spent(self, side_id: int) -> int:
+        """Answers about transfers that this lender has closed: ids are never used again, nothing comes of them."""
+        seen, mask = self._spent.get(side_id, (0, 0))
+        if seen < len(self.messages):
+            side = self.views[side_id].side
+            for number in range(seen, len(self.messages)):
+                receiver, _, message = self.messages[number]
+                if receiver == side.rank and not isinstance(message, Done | Failed):
+                    tid = message.leg.tid
+                    if tid not in side.lender.transfers and (tid.epoch, tid.seq) <= (side.epoch, side.lender.high):
+                        mask |= 1 << number
+            self._spent[side_id] = len(self.messages), mask
+        return mask
 
     def _still_watched(self, placed: frozenset, decodes: tuple[int, ...]) -> frozenset:
         """Bytes in pages that nobody will commit any more are no state."""
@@ -312,10 +332,27 @@ class Model:
             yield self._verify(state, rank, side, tid, placed)
             if self._left(budgets, "stray"):
                 yield self._stray(state, rank, side, tid)
-        if self._left(budgets, "pings"):
+        if self.consume:
+            yield from self._heartbeat(state, rank)
+        elif self._left(budgets, "pings"):
             step = self.local(side_id, ("ping",))
             if self.views[step.side].side.said != side.said:
                 yield self._apply(state, rank, ("ping",), "pings")
+
+    def _heartbeat(self, state: State, rank: int) -> Iterator[Move]:
+        """Liveness: PINGs are repeated for ever, so one of them arrives."""
+        ping = self.local(state[0][rank], ("ping",))
+        decodes = (*state[0][:rank], ping.side, *state[0][rank + 1 :])
+        for peer in range(self.world.prefills):
+            at = len(decodes) + peer
+            bits = ping.sends & self.inbox[at]
+            number = bits.bit_length() - 1
+            step = self.local(state[1][peer], number)
+            # Worth a move only when it tells more than a new number.
+            if len(self.views[step.side].side.borrower.records) != len(
+                self.views[state[1][peer]].side.borrower.records
+            ):
+                yield self._merge((decodes, *state[1:]), at, number, step)
 
     def _revoke(self, state: State, rank: int, asked: tuple[int, int, bool], gone: bool) -> Move:
         move = self._apply(state, rank, ("effect", *asked, gone))
@@ -332,7 +369,7 @@ class Model:
                 posts.append((post & ~3) | REFUSED)
             elif post & 3 == REFUSED:
                 posts.append(post)
-        return Move(move.event, (*move.state[:3], tuple(sorted(posts)), *move.state[4:]))
+        return Move(move.event, (*move.state[:3], tuple(sorted(posts)), *move.state[4:]), None, True)
 
     def _verify(self, state: State, rank: int, side: DecodeSide, tid: TransferId, placed: frozenset) -> Move:
         pages = len(side.ledger.pages(tid))
@@ -348,9 +385,8 @@ class Model:
         leg = Leg(tid, rank, 0, epoch)
         pages = side.ledger.pages(tid)
         number = self._intern_flight(Flight(leg, 0, pages, (), side.generations[epoch]))
-        return Move(
-            move.event, (*move.state[:3], tuple(sorted([*move.state[3], number * 4 + LOOSE])), *move.state[4:])
-        )
+        posts = tuple(sorted([*move.state[3], number * 4 + LOOSE]))
+        return Move(move.event, (*move.state[:3], posts, *move.state[4:]), None, False)
 
     # ------------------------------------------------------------ prefill: faults, drains, new lenders
 
@@ -366,7 +402,7 @@ class Model:
             for leg in [leg for legs in side.opened.values() for leg in legs]:
                 yield self._apply(state, at, ("fault", leg), "fault")
         for leg in side.drains:
-            yield self._apply(state, at, ("drained", leg, False))
+            yield self._apply(state, at, ("drained", leg, False), fair=not self.world.drain)
             if self.world.drain:
                 yield from self._drain(state, at, leg)
 
@@ -411,7 +447,7 @@ class Model:
             tags = [(leg.d_rank, leg.tid, leg.p_rank, flight.first + k) for k in range(len(flight.destination))]
             placed = self._still_watched(placed.union(tags), decodes)
         before = (decodes, prefills, net, rest, placed, budgets)
-        return self._apply(before, len(decodes) + leg.p_rank, ("ended", leg, outcome), spend)
+        return self._apply(before, len(decodes) + leg.p_rank, ("ended", leg, flight.first, outcome), spend)
 
     def _damage(self, state: State) -> Iterator[Move]:
         """Bytes that may land now and must not: the reader is shown the state where they have landed."""
@@ -431,9 +467,9 @@ class Model:
                 for page in flight.source:
                     if writer.content.get(page, leg.tid) != leg.tid:
                         yield Move(("reads", post, page, writer.content[page]), None, SOURCE)
-            if self.strict and leg.tid not in view.covered:
-                if (leg.tid, leg.p_rank, leg.p_epoch) not in view.covered:
-                    yield Move(("uncovered", post), None, COVERED)
+            writers = (leg.tid, (leg.tid, leg.p_rank, leg.p_epoch))
+            if self.strict and not any(writer in view.covered for writer in writers):
+                yield Move(("uncovered", post), None, COVERED)
 
     # ------------------------------------------------------------ crashes
 
@@ -452,7 +488,9 @@ class Model:
                 fresh = self._intern(PrefillSide(world, epoch + 1, rank, self.views[decodes[0]].epoch))
                 new = (*prefills[:rank], fresh, *prefills[rank + 1 :])
                 spent = self._spend(budgets, "crash_p")
-                yield Move(("crash", "P", rank, epoch), (decodes, new, net, tuple(sorted(left)), placed, spent))
+                yield Move(
+                    ("crash", "P", rank, epoch), (decodes, new, net, tuple(sorted(left)), placed, spent), None, False
+                )
         if self._left(budgets, "crash_d"):
             epoch = self.views[decodes[0]].epoch
             peers = tuple(self.views[number].epoch for number in prefills)
@@ -460,10 +498,11 @@ class Model:
             fresh_d = tuple(
                 self._intern(DecodeSide(world, epoch + 1, r, peers, reserved)) for r in range(len(decodes))
             )
-            # Placement is bound to the epoch at the target: nothing of the old grants lands in the new memory.
-            left = [(post & ~3) | REFUSED for post in posts if post & 3 != LOOSE]
+            left = self._bound(posts)
             spent = self._spend(budgets, "crash_d")
-            yield Move(("crash", "D", 0, epoch), (fresh_d, prefills, net, tuple(sorted(left)), frozenset(), spent))
+            after = (fresh_d, prefills, net, left, frozenset(), spent)
+            yield Move(("crash", "D", 0, epoch), after, None, False)
 
-
-__all__ = ["Done", "Model", "Move", "Offer", "State"]
+    def _bound(self, posts: tuple[int, ...]) -> tuple[int, ...]:
+        """Placement is bound to the epoch at the target: nothing of the old grants lands in the new memory."""
+        return tuple(sorted((post & ~3) | REFUSED for post in posts if post & 3 != LOOSE))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from quiesce.lab.checker.model import Model, Move, State
+from quiesce.lab.checker.model import Model, State
 from quiesce.lab.worlds import World
 
 
@@ -44,7 +44,7 @@ def search(
                 result.moves += 1
                 if move.state is None:
                     result.broken = move.broken
-                    result.story = path(came, state, move)
+                    result.story = [*path_to(came, state), (state, move.event)]
                     return _finish(result, came, began)
                 if move.state not in came:
                     came[move.state] = (state, move.event)
@@ -60,8 +60,9 @@ def search(
     return _finish(result, came, began)
 
 
-def path(came: dict, state: State, move: Move) -> list[tuple[State, tuple]]:
-    story = [(state, move.event)]
+def path_to(came: dict, state: State) -> list[tuple[State, tuple]]:
+    """(state before, event) of every step from the start to `state`."""
+    story = []
     step = came[state]
     while step is not None:
         story.append(step)

@@ -17,6 +17,7 @@ from quiesce.core.machine import (
     Committed,
     Fired,
     Heard,
+    Lost,
     Opened,
     Post,
     Revoke,
@@ -28,7 +29,7 @@ from quiesce.core.machine import (
 )
 from quiesce.core.messages import FirstToken, HandOff, Leg, Ping, TransferId
 from quiesce.core.pages import PagePool
-from quiesce.core.proofs import LeaseKey, Proof
+from quiesce.core.proofs import Proof
 from quiesce.lab.worlds import World
 
 
@@ -60,9 +61,10 @@ class DecodeSide:
         self.reports: set[tuple[int, int, bool]] = set()  # fences that took effect, not reported yet
         self.verifying: set[TransferId] = set()
         self.timers: set[tuple[Timer, TransferId]] = set()
+        self.given_up: set[TransferId] = set()
         self.said: tuple[int, tuple[int, ...]] | None = None  # the closed set of the last PING
 
-    def step(self, world: World, event: tuple) -> Out:
+    def step(self, world: World, event: tuple) -> Out:  # noqa: PLR0912 - one case an event
         out: list[Action] = []
         sends: list[HandOff | Ping] = []
         match event:
@@ -92,7 +94,8 @@ class DecodeSide:
                 # The transport has revoked it; the lender hears of it later, by "report".
                 self.revokes.discard((epoch, generation, dead))
                 self.reports.add((epoch, generation, gone))
-                self.generations[epoch] = max(self.generations[epoch], generation + 1)
+                if not gone:
+                    self.generations[epoch] = max(self.generations[epoch], generation + 1)
             case ("report", epoch, generation, gone):
                 self.reports.discard((epoch, generation, gone))
                 proof = Proof.gone(epoch, generation) if gone else Proof.fenced(epoch, generation)
@@ -124,16 +127,19 @@ class DecodeSide:
                     self.revokes.add((epoch, generation, dead))
                 case Verify(tid=tid):
                     self.verifying.add(tid)
+                case Lost(tid=tid):
+                    self.given_up.add(tid)
                 case Committed(tid=tid, result=result):
                     commits.append((tid, result))
         live = self.lender.transfers
         self.timers = {key for key in self.timers if key[1] in live}
         self.verifying &= live.keys()
+        self.given_up &= live.keys()
         return Out(tuple(sends), (), tuple(commits))
 
     # ------------------------------------------------------------ what this process may do next by itself
 
-    def may(self, world: World) -> list[tuple]:
+    def may(self, world: World, exact: bool) -> list[tuple]:
         events: list[tuple] = []
         if self.reserved < len(world.requests) and self.ledger.pool.free >= world.requests[self.reserved]:
             events.append(("reserve",))
@@ -143,7 +149,10 @@ class DecodeSide:
                 events.append(("publish", tid, todo[0]))
             if transfer.state in ENDABLE:
                 events.append(("end", tid))
-        events += [("fire", *key) for key in self.timers if (self.lender.transfers[key[1]].state, key[0]) in d.TABLE]
+            for timer in Timer:
+                # Without exact pacing a timer may fire whenever it has a row: more behaviour, less state.
+                if (transfer.state, timer) in d.TABLE and (not exact or (timer, tid) in self.timers):
+                    events.append(("fire", timer, tid))
         return events
 
 
@@ -157,11 +166,12 @@ class PrefillSide:
         self.epoch = epoch
         self.rank = rank
         self.sources = Ledger(PagePool(world.sources), PagePool(world.rows, "rows"))
-        self.borrower = b.Borrower(epoch, self.sources, rank=rank, window=world.window)
+        self.borrower = b.Borrower(epoch, self.sources, rank=rank, window=world.window, max_records=world.records)
         self.borrower.on(b.LenderUp(lender))
         self.opened: dict[TransferId, set[Leg]] = {}
         self.chunks: dict[TransferId, int] = {}  # begun: chunks computed so far
         self.content: dict[int, TransferId] = {}  # source page -> whose KV it holds
+        self.numbers: dict[tuple[Leg, int], int] = {}  # posts without an outcome -> their number
         self.drains: set[Leg] = set()
         self.timers: set[tuple[Timer, Leg]] = set()
 
@@ -177,8 +187,8 @@ class PrefillSide:
                 out = self._compute(world, tid, short)
             case ("fault", leg):
                 out = self.borrower.on(b.Fault(leg, "fault"))
-            case ("ended", leg, outcome):
-                out = self.borrower.on(b.PostEnded(leg, 0, outcome))
+            case ("ended", leg, first, outcome):
+                out = self.borrower.on(b.PostEnded(leg, self.numbers.pop((leg, first), 0), outcome))
             case ("drained", leg, proven):
                 self.drains.discard(leg)
                 out = self.borrower.on(b.DrainSaid(leg, proven))
@@ -230,6 +240,7 @@ class PrefillSide:
                     self.opened.setdefault(leg.tid, set()).add(leg)
                 case Post():
                     posts.append(action)
+                    self.numbers[action.leg, action.grant.pages.index(action.destination[0])] = action.number
                 case TryDrain(leg=leg):
                     self.drains.add(leg)
                 case Stopped(leg=leg):
@@ -243,9 +254,18 @@ class PrefillSide:
         self.drains &= known
         held = {page for holding in self.sources._holdings.values() for page in holding.pages}
         self.content = {page: tid for page, tid in self.content.items() if page in held}
+        self._renumber()
         return Out(tuple(sends), tuple(posts))
 
-    def may(self, world: World) -> list[tuple]:
+    def _renumber(self) -> None:
+        """What matters of a post's number is which post it is: equal states get equal numbers."""
+        new = {number: i + 1 for i, (_, number) in enumerate(sorted(self.numbers.items()))}
+        self.numbers = {post: new[number] for post, number in self.numbers.items()}
+        for record in self.borrower.all_records():
+            record.posts = {new.get(number, -number) for number in record.posts}
+        self.borrower._posts = len(new)
+
+    def may(self, world: World, exact: bool) -> list[tuple]:
         events: list[tuple] = []
         for tid, legs in self.opened.items():
             if tid not in self.chunks:
@@ -253,11 +273,8 @@ class PrefillSide:
                     events.append(("start", tid))
             elif self.chunks[tid] * world.chunk < self._pages(tid):
                 events.append(("compute", tid, False))
-        for timer, leg in self.timers:
-            record = self.borrower.record(leg)
-            if record is not None and (record.state, timer) in b.TABLE:
-                events.append(("fire", timer, leg))
+        for record in self.borrower.all_records():
+            armed = (Timer.REPEAT, record.leg) in self.timers
+            if (record.state, Timer.REPEAT) in b.TABLE and (armed or not exact):
+                events.append(("fire", Timer.REPEAT, record.leg))
         return events
-
-
-__all__ = ["DecodeSide", "LeaseKey", "Out", "PrefillSide", "token_of"]
