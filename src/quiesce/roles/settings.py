@@ -118,8 +118,3 @@ def check_sizes(
     _within("--max-running-requests", max_running, 1, 65_536)
     if context_length is not None:
         _within("--context-length", context_length, 2, 1 << 24)
-    if chunked_prefill_size % page_size:
-        raise SettingsError(
-            f"--chunked-prefill-size ({chunked_prefill_size}) must be a multiple of --page-size ({page_size}), "
-            f"so that every chunk but the last ends with a full page."
-        )

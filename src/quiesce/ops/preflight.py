@@ -1,0 +1,83 @@
+"""What `quiesce serve` refuses before it starts anything, in one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from quiesce.core.admission import refuse_pool
+from quiesce.options import ClusterOptions, EngineOptions, SizeOptions
+from quiesce.roles.settings import SettingsError, check_sizes
+
+MOST_WORKERS = 64
+BYTES = {"bfloat16": 2, "float32": 4}
+
+
+def check_cluster(cluster: ClusterOptions) -> None:
+    """Raises SettingsError."""
+    if cluster.colocated:
+        if (cluster.prefill, cluster.decode) != (1, 1):
+            raise SettingsError("--colocated runs one engine without a hand-off: leave out --prefill and --decode.")
+        return
+    for option, count in (("--prefill", cluster.prefill), ("--decode", cluster.decode)):
+        if not 1 <= count <= MOST_WORKERS:
+            raise SettingsError(f"{option} must be between 1 and {MOST_WORKERS}, not {count}.")
+
+
+def check_model(folder: Path, sizes: SizeOptions, engine: EngineOptions, workers: int) -> None:
+    """The sizes against each other, the model and this machine (guard D3). Raises SettingsError."""
+    check_sizes(
+        page_size=sizes.page_size,
+        max_total_tokens=sizes.max_total_tokens,
+        chunked_prefill_size=sizes.chunked_prefill_size,
+        context_length=sizes.context_length,
+        max_running=sizes.max_running_requests,
+    )
+    config = _config(folder)
+    own = config.get("max_position_embeddings")
+    if sizes.context_length is not None and isinstance(own, int) and sizes.context_length > own:
+        raise SettingsError(f"--context-length is {sizes.context_length} but the model's own limit is {own} tokens.")
+    context = sizes.context_length or own
+    pool = sizes.max_total_tokens // sizes.page_size * sizes.page_size
+    if isinstance(context, int) and (refusal := refuse_pool(context, pool, "KV")) is not None:
+        raise SettingsError(refusal[0].upper() + refusal[1:])
+    if engine.device == "cpu":
+        _check_memory(config, pool, engine, workers)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"The model's {folder / 'config.json'} cannot be read: {error}.") from error
+    return config if isinstance(config, dict) else {}
+
+
+def _check_memory(config: dict[str, Any], pool: int, engine: EngineOptions, workers: int) -> None:
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    layers, kv_heads = config.get("num_hidden_layers"), config.get("num_key_value_heads", heads)
+    if not (isinstance(heads, int) and isinstance(hidden, int) and isinstance(layers, int)) or heads < 1:
+        return  # not a shape that is known here: the engine will say what it cannot run
+    head_dim = config.get("head_dim") or hidden // heads
+    need = workers * pool * layers * 2 * (kv_heads or heads) * head_dim * BYTES[engine.dtype]
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if need > have:
+        raise SettingsError(
+            f"{workers} KV pools of {pool} tokens need {need / 2**30:.1f} GiB and this machine has "
+            f"{have / 2**30:.1f} GiB: lower --max-total-tokens."
+        )
+
+
+def choose_port(host: str, port: int) -> int:
+    """The port, a free one for 0. Raises SettingsError when it cannot be had."""
+    if not 0 <= port <= 65535:
+        raise SettingsError(f"--port must be between 0 and 65535, not {port}.")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.create_server((host, port), family=family) as probe:
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise SettingsError(f"Cannot listen on {host} port {port}: {error.strerror or error}.") from error

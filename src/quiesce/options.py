@@ -1,0 +1,188 @@
+"""The options of the command line: what each is called, its default, its unit and what it is for.
+
+A group of options is a dataclass; `arguments` turns one back into the words of a command line, which is how
+`quiesce serve` hands its own options on to the processes that it starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Group, Parameter
+
+from quiesce.roles.settings import Dtype, Expiry
+
+SUPERVISED = "QUIESCE_SUPERVISED"  # set for the children of `serve`: it has read environment and file for them
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+CLUSTER = Group("Cluster", sort_key=1)
+HTTP = Group("HTTP", sort_key=2)
+SIZES = Group("Sizes", sort_key=3)
+ENGINE = Group("Engine", sort_key=4)
+HAND_OFF = Group("Hand-off", sort_key=5)
+PROCESS = Group("Process", sort_key=6)
+WIRING = Group("Wiring (what `quiesce serve` does by itself)", sort_key=7)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ClusterOptions:
+    prefill: Annotated[int, Parameter(group=CLUSTER, help="Prefill workers to run.")] = 1
+    decode: Annotated[int, Parameter(group=CLUSTER, help="Decode workers to run.")] = 1
+    colocated: Annotated[
+        bool,
+        Parameter(
+            group=CLUSTER,
+            negative="",
+            help="One engine does prefill and decode, without a hand-off. Excludes --prefill and --decode.",
+        ),
+    ] = False
+    served_model_name: Annotated[
+        str | None,
+        Parameter(group=CLUSTER, help="Name that clients ask for. By default MODEL, or its folder's name."),
+    ] = None
+    start_timeout: Annotated[
+        float,
+        Parameter(group=CLUSTER, help="Seconds within which a worker must be ready, else it is restarted."),
+    ] = 300.0
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class HttpOptions:
+    host: Annotated[str, Parameter(group=HTTP, help="Address to listen on; 0.0.0.0 is all.")] = "127.0.0.1"
+    port: Annotated[int, Parameter(group=HTTP, help="TCP port; 0 takes a free one and says which.")] = 8000
+    max_inflight: Annotated[
+        int, Parameter(group=HTTP, help="Requests in the system; one more is answered 503 with Retry-After.")
+    ] = 1024
+    max_body: Annotated[int, Parameter(group=HTTP, help="Bytes that one request's body may have.")] = 8 << 20
+    request_timeout: Annotated[
+        float, Parameter(group=HTTP, help="Seconds from a request's arrival to its last byte.")
+    ] = 600.0
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class SizeOptions:
+    context_length: Annotated[
+        int | None,
+        Parameter(
+            group=SIZES,
+            help="Tokens of prompt and answer together. By default the model's own; a pool that is smaller "
+            "is refused, so lower this to serve a long-context model from a small pool.",
+        ),
+    ] = None
+    page_size: Annotated[int, Parameter(group=SIZES, help="Tokens of one KV page. The same on all workers.")] = 16
+    max_total_tokens: Annotated[int, Parameter(group=SIZES, help="Tokens in each worker's KV pool.")] = 65536
+    chunked_prefill_size: Annotated[
+        int, Parameter(group=SIZES, help="Prompt tokens computed in one step; their pages leave while the next runs.")
+    ] = 512
+    max_running_requests: Annotated[int, Parameter(group=SIZES, help="Requests in one batch.")] = 64
+    max_queued_requests: Annotated[
+        int, Parameter(group=SIZES, help="Requests that a worker holds, waiting ones included.")
+    ] = 512
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class EngineOptions:
+    device: Annotated[str, Parameter(group=ENGINE, help="Torch device of every worker: cpu, cuda, cuda:1.")] = "cpu"
+    dtype: Annotated[Dtype, Parameter(group=ENGINE, help="Of weights and KV cache.")] = "bfloat16"
+    deterministic: Annotated[
+        bool,
+        Parameter(group=ENGINE, help="A request's tokens do not depend on what else is in the batch. Slower."),
+    ] = False
+    threads: Annotated[int, Parameter(group=ENGINE, help="CPU threads of each engine.")] = 1
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class HandOffOptions:
+    transfer: Annotated[
+        Literal["shm"], Parameter(group=HAND_OFF, help="What moves KV pages: shm is shared memory on one machine.")
+    ] = "shm"
+    hold_timeout: Annotated[
+        float,
+        Parameter(
+            group=HAND_OFF,
+            help="Seconds that pages of an ended request are held for the peer's proof before a fence is asked "
+            "for. Time alone never frees them.",
+        ),
+    ] = 30.0
+    on_hold_expiry: Annotated[
+        Expiry,
+        Parameter(
+            group=HAND_OFF,
+            help="Without proof and fence: hold keeps the pages; release frees them all the same, which can "
+            "corrupt other requests and is counted as unsound.",
+        ),
+    ] = "hold"
+    max_retained: Annotated[
+        float,
+        Parameter(group=HAND_OFF, help="Share of a pool that may be kept without proof; above it a worker restarts."),
+    ] = 0.25
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ProcessOptions:
+    drain_timeout: Annotated[
+        float, Parameter(group=PROCESS, help="Seconds that running requests get to finish after SIGTERM or Ctrl-C.")
+    ] = 10.0
+    log_level: Annotated[LogLevel, Parameter(group=PROCESS, help="Least severity that is logged.")] = "info"
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class WorkerWiring:
+    registry: Annotated[
+        str, Parameter(group=WIRING, help="Where the router takes registrations: tcp://host:port or ipc:///path.")
+    ]
+    registry_key: Annotated[
+        Path, Parameter(group=WIRING, help="File with the router's public key, e.g. keys/ring/router.pub.")
+    ]
+    keys: Annotated[
+        Path, Parameter(group=WIRING, help="Folder with NAME.key and ring/, the public keys that may connect.")
+    ]
+    run_dir: Annotated[Path, Parameter(group=WIRING, help="Private folder for this worker's sockets.")]
+    name: Annotated[str, Parameter(group=WIRING, help="Unique in the cluster.")]
+    served_model_name: Annotated[str | None, Parameter(group=WIRING, help="As the router's.")] = None
+    bind: Annotated[
+        str, Parameter(group=WIRING, help="Control socket, e.g. tcp://10.0.0.5:*. By default a file in --run-dir.")
+    ] = ""
+    epoch: Annotated[
+        str | None, Parameter(group=WIRING, help="64 bits in hex, new for every process. By default drawn.")
+    ] = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class RouterWiring:
+    registry: Annotated[
+        str, Parameter(group=WIRING, help="Where workers register: tcp://address:port or ipc:///path.")
+    ]
+    keys: Annotated[
+        Path, Parameter(group=WIRING, help="Folder with router.key and ring/, the public keys that may connect.")
+    ]
+    served_model_name: Annotated[
+        str | None, Parameter(group=WIRING, help="Name that clients ask for. By default MODEL.")
+    ] = None
+
+
+def arguments(*groups: Any) -> list[str]:
+    """The options as words of a command line, all of them, so that nothing is left to environment or file."""
+    words: list[str] = []
+    for group in groups:
+        for option in fields(group):
+            value = getattr(group, option.name)
+            flag = "--" + option.name.replace("_", "-")
+            if value is None:
+                continue
+            if isinstance(value, bool):
+                words.append(flag if value else f"--no-{option.name.replace('_', '-')}")
+            else:
+                words.append(f"{flag}={value}")
+    return words
