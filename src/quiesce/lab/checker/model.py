@@ -25,7 +25,19 @@ from quiesce.lab.worlds import World
 
 State = tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...], frozenset, tuple[int, ...]]
 FOREIGN, SOURCE, COVERED, HOLE, RESULT, GIVEN_UP, LATE, RAISES = GLOBAL
-BUDGETS = ("unknown", "failed", "fault", "crash_p", "crash_d", "suspect", "unfenced", "pings", "stray", "short")
+BUDGETS = (
+    "unknown",
+    "failed",
+    "fault",
+    "crash_p",
+    "crash_d",
+    "suspect",
+    "unfenced",
+    "pings",
+    "stray",
+    "short",
+    "losses",
+)
 UNFAIR = ("reserve", "end", "fault")  # a client, a router, bad luck: nobody may wait for them
 FLYING, REFUSED, LOOSE = 0, 1, 2  # no outcome yet; refused by a fence; ended UNKNOWN or orphaned, may still land
 
@@ -104,9 +116,10 @@ class Model:
         key = (type(side), freeze(side, self._without))
         known = self._side_ids.get(key)
         if known is None:
+            view = self._view(side)
             known = self._side_ids[key] = len(self.sides)
             self.sides.append(pickle.dumps(side))
-            self.views.append(self._view(side))
+            self.views.append(view)
         return known
 
     def _view(self, side: DecodeSide | PrefillSide) -> View:
@@ -166,7 +179,7 @@ class Model:
             new = self._intern(side)
         except Exception as error:
             return Step(side_id, 0, (), (), f"{RAISES}: {type(error).__name__}: {error}")
-        if late and new != side_id:
+        if late and new != side_id and self.strict:
             fault = LATE
         sends = 0
         for message in out.sends:
@@ -208,7 +221,7 @@ class Model:
         yield from self._crashes(state)
 
     def _deliveries(self, state: State) -> Iterator[Move]:
-        decodes, prefills, net, _, _, _ = state
+        decodes, prefills, net, _, _, budgets = state
         for at, side_id in enumerate(decodes + prefills):
             bits = net & self.inbox[at]
             while bits:
@@ -223,7 +236,11 @@ class Model:
                     continue
                 before = (decodes, prefills, net & ~bit, *state[3:])
                 yield self._merge(before, at, number, step)
-                yield Move(("lost", number), before, None, False)
+                if not self.world.losses:
+                    yield Move(("lost", number), before, None, False)
+                elif self._left(budgets, "losses"):
+                    spent = self._spend(budgets, "losses")
+                    yield Move(("lost", number), (*before[:5], spent), None, False)
 
     def _apply(self, state: State, at: int, event: tuple, spend: str | None = None, fair: bool | None = None) -> Move:
         side_id = (state[0] + state[1])[at]

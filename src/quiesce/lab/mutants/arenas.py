@@ -1,0 +1,43 @@
+"""The worlds in which mutants show: small, and with every late message kept deliverable."""
+
+from __future__ import annotations
+
+from quiesce.lab.worlds import World
+
+TWO = World("two", "two requests, one page", pool=1, late=True)
+THREE = World("three", "three requests, one page", requests=(1, 1, 1), pool=1, late=True)
+CHUNKS = World("chunks", "two requests of two chunks, posted one by one", requests=(2, 2), window=1, late=True)
+WIDE = World("wide", "two requests of two chunks, posted together", requests=(2, 2), window=2, failed=1, late=True)
+RANKS = World("ranks", "two prefill ranks, two requests, one page", prefills=2, pool=1, late=True)
+RANKS_FAIL = World("ranks fail", "two prefill ranks, one fails", prefills=2, pool=1, fault=1, late=True)
+RANKS_FULL = World(
+    "ranks full", "two prefill ranks that remember one transfer", (1, 1, 1), prefills=2, pool=1, records=1, late=True
+)
+RANKS_FENCE = World(
+    "ranks fence", "two prefill ranks, an UNKNOWN post, a fence", prefills=2, pool=1, unknown=1, fence=True, late=True
+)
+FAULT = World("fault", "a prefill failure", pool=1, fault=1, late=True)
+TAINT = World("taint", "an UNKNOWN post", pool=1, unknown=1, late=True)
+FENCE = World("fence", "an UNKNOWN post and a fence", pool=1, unknown=1, fence=True, late=True)
+FENCE_TWICE = World("fence twice", "a fence whose report comes late", (1, 1, 1), pool=1, fence=True, suspect=2)
+FENCE_CHUNKS = World("fence chunks", "a fence between two chunks", (2, 1), window=1, fence=True, suspect=1)
+FENCE_SHARED = World("fence shared", "a fence hits a good transfer too", (1, 1), pool=2, fence=True)
+CRASH = World("crash", "the prefill engine restarts", pool=1, crash_p=1, gone=True, late=True)
+CRASH_FENCE = World("crash fence", "the prefill engine restarts; it can be fenced", pool=1, crash_p=1, fence=True)
+CRASH_D = World("crash decode", "the decode engine restarts", pool=1, crash_d=1, late=True)
+PINGS = World("pings", "closed sets", pool=1, pings=1, late=True)
+SOURCES = World("sources", "one source page", sources=1, unknown=1, fault=1, late=True)
+DIGEST = World("digest", "a foreign writer, found by a digest", pool=1, digest=True, stray=1, fence=True, suspect=1)
+SHORT = World("short", "a prefill engine that plans fewer pages", requests=(2,), short=1)
+PAIR = World("pair", "two requests at once", requests=(1, 1), pool=2, late=True)
+
+LIVE = World("live", "one request", requests=(1,), pool=1, live=True)
+LIVE_FAULT = World("live fault", "one request, a failure", requests=(1,), pool=1, fault=1, live=True)
+LIVE_FENCE = World(
+    "live fence", "an UNKNOWN post, a fence refused once", (1,), pool=1, unknown=1, fence=True, unfenced=1
+)
+LIVE_DRAIN = World("live drain", "an UNKNOWN post and a drain", (1,), pool=1, unknown=1, drain=True, live=True)
+LIVE_RANKS = World(
+    "live ranks", "two prefill ranks, a failure", (1,), pool=1, prefills=2, fault=1, losses=1, live=True
+)
+LIVE_DECODES = World("live decodes", "two decode ranks", requests=(1,), pool=1, decodes=2, live=True)
