@@ -226,6 +226,7 @@ class DecodeWorker(Worker):
         return {
             "waiting": len(self.waiting),
             "transfers": states,
+            "transfers_ended": dict(self.lender.ended),
             "promised": self.generation.promises.promised,
             "peers": {peer.address.name: f"{epoch:016x}" for epoch, peer in self.peers.peers.items()},
             "revoking": len(self.revoking),

@@ -274,6 +274,7 @@ class Worker(ABC):
             "faults": self.faults,
             "closed_by": dict(self.ledger.closed_by),
             "leases_opened": self.ledger.opened,
+            "step_leases": self.ledger.steps,
             "unsound": self.ledger.unsound,
             **self.tables(),
         }

@@ -1,0 +1,263 @@
+"""Real workers and a bare router in one hand: what a test needs to abort, kill and count at the exact moment.
+
+It pairs legs and cancels the other one as the product's router does, over the same authenticated sockets, and
+speaks token ids, so that answers can be compared with the oracle's without a tokenizer in between.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from quiesce.channel import KeyPair, KeyRing, Link, Listener, start_authenticator
+from quiesce.core.messages import (
+    Address,
+    Cancel,
+    Ended,
+    Inspect,
+    Inspected,
+    Register,
+    Registered,
+    Sampling,
+    Start,
+    Tokens,
+)
+from quiesce.lab.worker import Faults, Spec
+
+ROUTER_EPOCH = 7
+TURN_MS = 2  # how long the cluster waits for news at a time
+
+
+@dataclass(eq=False)
+class LabRequest:
+    """One request and what came of it. `ends` counts last words by leg: each must be exactly one."""
+
+    rid: str
+    prompt: tuple[int, ...]
+    workers: tuple[str, ...]
+    started: float
+    first_token: float | None = None
+    tokens: list[int] = field(default_factory=list)
+    ends: dict[str, list[Ended]] = field(default_factory=dict)
+    cancelled: bool = False
+
+    @property
+    def answerer(self) -> str:
+        return self.workers[-1]
+
+    @property
+    def over(self) -> bool:
+        return all(self.ends.get(worker) for worker in self.workers)
+
+    @property
+    def outcome(self) -> str | None:
+        ended = self.ends.get(self.answerer)
+        return ended[0].outcome if ended else None
+
+
+@dataclass(eq=False)
+class LabWorker:
+    name: str
+    role: str
+    process: subprocess.Popen[bytes]
+    address: Address | None = None
+    link: Link | None = None
+    inspected: Inspected | None = None
+
+
+class Cluster:
+    """Use as a context manager: no process, socket or shared memory outlives it."""
+
+    def __init__(self, model: Path, run_dir: Path, log: Path | None = None, **common: Any) -> None:
+        self.model = model
+        self.run_dir = run_dir
+        self.common = common
+        self.keys = run_dir / "keys"
+        self.ring = KeyRing(self.keys / "ring")
+        self.router_keys = self._key("router")
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.authenticator = start_authenticator(self.context, self.ring)
+        self.registry = Listener(self.context, f"ipc://{run_dir}/registry.sock", self.router_keys)
+        self.workers: dict[str, LabWorker] = {}
+        self.requests: dict[str, LabRequest] = {}
+        self._log = (log or run_dir / "workers.log").open("ab")
+        self._inspections = 0
+
+    def _key(self, name: str) -> KeyPair:
+        self.keys.mkdir(parents=True, exist_ok=True)
+        pair = KeyPair.generate()
+        pair.save(self.keys / f"{name}.key")
+        self.ring.add(name, pair.public)
+        return pair
+
+    # ------------------------------------------------------------ workers
+
+    def spawn(self, role: str, name: str, faults: Faults | None = None, **settings: Any) -> LabWorker:
+        """Starts a worker, or a successor under the same name; `wait_for` tells when it serves."""
+        if not (self.keys / f"{name}.key").exists():
+            self._key(name)
+        before = self.workers.get(name)
+        if before is not None and before.link is not None:
+            before.link.close()
+        plain = {
+            "role": role,
+            "name": name,
+            "model": str(self.model),
+            "served_model_name": "lab",
+            "registry": self.registry.endpoint,
+            "registry_public_key": self.router_keys.public,
+            "keys": str(self.keys),
+            "run_dir": str(self.run_dir),
+            "dtype": "float32",
+            "deterministic": True,
+            "log_level": "warning",
+            **self.common,
+            **settings,
+        }
+        path = self.run_dir / f"{name}.json"
+        path.write_bytes(msgspec.json.encode(Spec(plain, faults or Faults())))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "quiesce.lab.worker", str(path)], stderr=self._log, stdin=subprocess.DEVNULL
+        )
+        worker = self.workers[name] = LabWorker(name, role, process)
+        return worker
+
+    def wait_for(self, *names: str, seconds: float = 60.0) -> None:
+        self.until(lambda: all(self._serves(name) for name in names), seconds, f"{names} to register")
+
+    def _serves(self, name: str) -> bool:
+        worker = self.workers[name]
+        if worker.process.poll() is not None:
+            raise RuntimeError(f"{name} exited with {worker.process.returncode}: see {self._log.name}")
+        return worker.link is not None and worker.link.is_up
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        os.kill(self.workers[name].process.pid, number)
+        if number == signal.SIGKILL:
+            self.workers[name].process.wait()
+
+    # ------------------------------------------------------------ requests
+
+    def start(
+        self, prompt: Sequence[int], sampling: Sampling, workers: Sequence[str], deadline: float = 60.0
+    ) -> LabRequest:
+        """`workers`: (prefill, decode) or (colocated,). Both legs start at once."""
+        rid, room = secrets.token_hex(8), secrets.randbits(63)
+        request = LabRequest(rid, tuple(prompt), tuple(workers), time.monotonic())
+        self.requests[rid] = request
+        prefill = self.workers[workers[0]].address if len(workers) == 2 else None
+        for name in workers:
+            leg = Start(
+                rid=rid,
+                router_epoch=ROUTER_EPOCH,
+                room=room,
+                token_ids=request.prompt,
+                sampling=sampling,
+                deadline_ms=int(deadline * 1000),
+                prefill=prefill if name != workers[0] else None,
+            )
+            self._send(name, leg)
+        return request
+
+    def cancel(self, request: LabRequest, reason: str = "client gone") -> None:
+        request.cancelled = True
+        for name in request.workers:
+            if not request.ends.get(name):
+                self._send(name, Cancel(request.rid, reason))
+
+    def _send(self, name: str, message: Start | Cancel | Inspect) -> None:
+        link = self.workers[name].link
+        if link is None or not link.send(message):
+            raise RuntimeError(f"{type(message).__name__} could not be sent to {name}")
+
+    # ------------------------------------------------------------ news
+
+    def turn(self) -> None:
+        """Takes what has arrived; waits a moment when nothing has."""
+        heard = False
+        for received in self.registry.receive():
+            if isinstance(received.message, Register):
+                self._registered(received.message)
+                self.registry.send(received.sender, Registered(ROUTER_EPOCH))
+        for worker in list(self.workers.values()):
+            if worker.link is None:
+                continue
+            worker.link.state_changes()
+            for message in worker.link.receive():
+                heard = True
+                self._take(worker, message)
+        if not heard:
+            self.registry.socket.poll(TURN_MS)
+
+    def _registered(self, register: Register) -> None:
+        worker = self.workers.get(register.address.name)
+        if worker is None or worker.address == register.address:
+            return
+        if worker.address is not None and worker.link is not None:
+            worker.link.close()
+        worker.address = register.address
+        worker.link = Link(self.context, register.address.endpoint, register.address.public_key, self.router_keys)
+
+    def _take(self, worker: LabWorker, message: object) -> None:
+        if isinstance(message, Inspected):
+            worker.inspected = message
+            return
+        request = self.requests.get(getattr(message, "rid", ""))
+        if request is None:
+            return
+        if isinstance(message, Tokens):
+            request.first_token = request.first_token or time.monotonic()
+            request.tokens.extend(message.token_ids)
+        elif isinstance(message, Ended):
+            request.ends.setdefault(worker.name, []).append(message)
+            if message.outcome in ("failed", "refused", "cancelled"):
+                for name in request.workers:
+                    if not request.ends.get(name) and self.workers[name].process.poll() is None:
+                        self._send(name, Cancel(request.rid, message.reason))
+
+    def until(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
+        limit = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > limit:
+                raise TimeoutError(f"waited {seconds} s for {what}")
+            self.turn()
+
+    def inspect(self, name: str, seconds: float = 10.0) -> dict[str, Any]:
+        """What the worker says of itself now; the metric samples under `samples`."""
+        worker = self.workers[name]
+        self._inspections += 1
+        worker.inspected = None
+        self._send(name, Inspect(self._inspections))
+        self.until(lambda: worker.inspected is not None, seconds, f"{name} to answer")
+        assert worker.inspected is not None
+        return {**worker.inspected.state, "samples": worker.inspected.samples}
+
+    def close(self) -> None:
+        for worker in self.workers.values():
+            if worker.process.poll() is None:
+                worker.process.send_signal(signal.SIGCONT)
+                worker.process.kill()
+            worker.process.wait()
+            if worker.link is not None:
+                worker.link.close()
+        self.registry.close()
+        self.authenticator.stop()
+        self.context.term()
+        self._log.close()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
