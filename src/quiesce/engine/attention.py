@@ -24,21 +24,21 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor
 def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:
     """Causal: q [T, KH, G, D] at positions start.., k and v [start + T, KH, D] -> [T, KH, G, D].
 
-    Scores and softmax are float32. On CPU this beats SDPA's bf16 causal kernel by 1.7 times.
+    Scores and softmax are float32. One KV head at a time, because a tile's scores then stay in cache.
     """
     tokens, kv_heads, group, dim = q.shape
     queries = (q.float() * dim**-0.5).permute(1, 0, 2, 3)
-    keys, values = k.float().permute(1, 2, 0), v.transpose(0, 1).contiguous()
+    keys, values = k.float().permute(1, 2, 0), v.transpose(0, 1)
     out = torch.empty_like(q)
     for a in range(0, tokens, TILE):
         b = min(a + TILE, tokens)
         n, seen = b - a, start + b
-        scores = torch.bmm(queries[:, a:b].reshape(kv_heads, n * group, dim), keys[:, :, :seen])
         future = torch.full((n, n), HIDDEN, device=q.device).triu_(1)[:, None]
-        scores.view(kv_heads, n, group, seen)[..., start + a :].add_(future)
-        weights = torch.softmax(scores, -1).to(q.dtype)
-        tile = torch.bmm(weights, values[:, :seen])
-        out[a:b] = tile.view(kv_heads, n, group, dim).transpose(0, 1)
+        for head in range(kv_heads):
+            scores = torch.mm(queries[head, a:b].reshape(n * group, dim), keys[head, :, :seen])
+            scores.view(n, group, seen)[..., start + a :].add_(future)
+            weights = torch.softmax(scores, -1).to(q.dtype)
+            out[a:b, head] = torch.mm(weights, values[head, :seen]).view(n, group, dim)
     return out
 
 
