@@ -72,9 +72,7 @@ def make_tiny_llama(
     if rope_scaling is not None:
         config["rope_scaling"] = rope_scaling
     _write_json(folder / "config.json", config)
-    _write_json(
-        folder / "generation_config.json", {"bos_token_id": 0, "eos_token_id": [1], "pad_token_id": 2}
-    )
+    _write_json(folder / "generation_config.json", {"bos_token_id": 0, "eos_token_id": [1], "pad_token_id": 2})
     sizes = {"layers": layers, "q": heads * head_dim, "kv": kv_heads * head_dim, "inner": intermediate}
     tensors = _weights(vocab, hidden, **sizes, seed=seed, tied=tied)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
