@@ -1,4 +1,4 @@
-"""The real model over prefill and decode, token by token: equal to one process, and to `transformers` where it is sure."""
+"""The real model over prefill and decode, token by token: as one process, and as `transformers` where it is sure."""
 
 from __future__ import annotations
 

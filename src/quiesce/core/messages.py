@@ -166,13 +166,19 @@ class Refused(Message, frozen=True):
     reason: Literal["wrong epoch", "closed", "ended", "full", "unknown epoch"]
 
 
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Natural log-probabilities as the model gave them, before temperature, penalties and cuts."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token, logprob), best first
+
+
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):
     """What rides in DONE of the designated rank: everything decode needs besides KV."""
 
     token: int
     cached_tokens: int = 0
-    logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()
+    logprob: TokenLogprob | None = None
 
 
 class Done(Message, frozen=True):
@@ -227,14 +233,24 @@ class Address(msgspec.Struct, frozen=True):
     public_key: str  # z85
 
 
-class Sampling(msgspec.Struct, frozen=True):
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How tokens are drawn. Penalties count the tokens of the answer, `repetition_penalty` those of the prompt too."""
+
     max_tokens: int
-    temperature: float = 0.0
+    temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: all
+    min_p: float = 0.0
     seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None  # how many alternatives to report for each token; 0: the token's own only
+    prompt_logprobs: int | None = None
 
 
 class Register(Message, frozen=True):
@@ -281,7 +297,15 @@ class Cancel(Message, frozen=True):
 class Tokens(Message, frozen=True):
     rid: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()  # one for each token when they were asked for
+
+
+class PromptLogprobs(Message, frozen=True):
+    """From the worker that computed the prompt, in order; None for the very first token."""
+
+    rid: str
+    first: int  # position of the first one here
+    logprobs: tuple[TokenLogprob | None, ...]
 
 
 class Ended(Message, frozen=True):
@@ -316,7 +340,7 @@ class Inspected(Message, frozen=True):
 
 HandOff = Offer | Accept | Refused | Done | Failed | Ack | Abort | Drained | NeverStarted | Busy | Tainted
 Session = Hello | Welcome | Confirm | Unwelcome | Ping | Pong
-Control = Register | Registered | Exited | Start | Cancel | Tokens | Ended | Inspect | Inspected
+Control = Register | Registered | Exited | Start | Cancel | Tokens | PromptLogprobs | Ended | Inspect | Inspected
 Wire = HandOff | Session | Control
 
 
