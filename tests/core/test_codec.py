@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quiesce.core import messages
-from quiesce.core.messages import Codec, Fingerprint, FirstToken, Grant, Leg, Sample, TransferId, Wire
+from quiesce.core.messages import Codec, Fingerprint, FirstToken, Grant, Leg, Sample, TokenLogprob, TransferId, Wire
 
 KINDS = typing.get_args(Wire)
 u64 = st.integers(0, 2**64 - 1)
@@ -80,7 +80,7 @@ def test_random_bytes_never_raise(frame: bytes):
 
 SAMPLES: list[Wire] = [
     messages.Offer(Leg(TransferId(1, 2), 0, 0, 3), 4, b"p", Grant(0, 1, (1, 2, 3)), 40, 0, 1000),
-    messages.Done(Leg(TransferId(1, 2), 0, 0, 3), 3, 40, b"d", FirstToken(7, 1, -0.5, ((1, -0.1),))),
+    messages.Done(Leg(TransferId(1, 2), 0, 0, 3), 3, 40, b"d", FirstToken(7, 1, TokenLogprob(-0.5, ((1, -0.1),)))),
     messages.Hello(1, 0, 2, 1, 1, Fingerprint("m", "w", "d", "l", 16, 1, 1, 1, 1), b"secret"),
     messages.Inspected(1, [Sample("n", "counter", "h", (("a", "b"),), 1.0)], {"a": [1, {"b": None}]}),
 ]
