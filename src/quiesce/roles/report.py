@@ -35,8 +35,9 @@ def ledger_samples(ledger: Ledger) -> list[Sample]:
     ]
 
 
-def leg_samples(legs: Legs, batch: Batch) -> list[Sample]:
+def leg_samples(legs: Legs, batch: Batch, prompt_tokens_computed: int) -> list[Sample]:
     return [
+        counter("prompt_tokens_computed_total", "Prompt tokens this engine computed", prompt_tokens_computed),
         counter("requests_started_total", "Legs that arrived at this worker", legs.started),
         gauge("num_running_reqs", "Requests in the running batch", len(batch)),
         gauge("num_queue_reqs", "Requests at this worker that are not in the batch", len(legs) - len(batch)),

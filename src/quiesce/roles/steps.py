@@ -31,7 +31,7 @@ class Steps:
         self.ledger = ledger
         self.page_size = page_size
         self.tell = tell
-        self.tokens_computed = 0
+        self.prompt_tokens_computed = 0  # whether or not their request still wanted them
 
     def launch(self) -> bool:
         """Starts the next step unless one is under way or there is nothing to compute."""
@@ -65,7 +65,8 @@ class Steps:
             key = LeaseKey.compute(sequence.tid)
             self.ledger.close(key, Proof.spoken(ProofKind.COMPLETED, key))
             sequence.in_step = False
-            self.tokens_computed += count
+            if sequence.prefilling:
+                self.prompt_tokens_computed += count
             if sequence.ended:
                 continue
             if index in end.errors:

@@ -256,7 +256,9 @@ class Worker(ABC):
         )
 
     def _inspected(self, seq: int) -> Inspected:
-        samples = ledger_samples(self.ledger) + leg_samples(self.legs, self.batch) + self.samples()
+        samples = ledger_samples(self.ledger)
+        samples += leg_samples(self.legs, self.batch, self.steps.prompt_tokens_computed)
+        samples += self.samples()
         census = self.ledger.census()
         state = {
             "role": self.role,
@@ -271,6 +273,7 @@ class Worker(ABC):
             "threads": self.threads(),
             "fds": len(os.listdir("/proc/self/fd")),
             "steps": self.thread.steps,
+            "prompt_tokens_computed": self.steps.prompt_tokens_computed,
             "faults": self.faults,
             "closed_by": dict(self.ledger.closed_by),
             "leases_opened": self.ledger.opened,
