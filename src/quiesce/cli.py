@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tomllib
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -22,8 +23,10 @@ from quiesce.options import (
     RouterWiring,
     SizeOptions,
     WorkerWiring,
+    router_settings,
+    worker_settings,
 )
-from quiesce.roles.settings import Role, RouterSettings, SettingsError, WorkerSettings, new_epoch
+from quiesce.roles.settings import Role, SettingsError, WorkerSettings
 
 EXIT_REFUSED = 2  # what was asked for cannot be done; nothing was started
 DEFAULT_MODEL = "smollm2"
@@ -104,20 +107,8 @@ def router(
     """The front: OpenAI-compatible HTTP, tokenisation, pairing of legs. It loads no weights."""
     from quiesce.router.app import run  # noqa: PLC0415
 
-    settings = RouterSettings(
-        model=_resolve(model),
-        served_model_name=_name(model, wiring.served_model_name),
-        keys=wiring.keys,
-        registry=wiring.registry,
-        host=http.host,
-        port=http.port,
-        max_inflight=http.max_inflight,
-        max_body=http.max_body,
-        request_timeout=http.request_timeout,
-        drain_timeout=process.drain_timeout,
-        log_level=process.log_level,
-    )
-    return run(settings)
+    name = _name(model, wiring.served_model_name)
+    return run(router_settings(_resolve(model), name, wiring, http, process))
 
 
 @app.command(group=ROLES, sort_key=2)
@@ -224,15 +215,6 @@ def _name(model: str, given: str | None) -> str:
     return given or (path.resolve().name if path.is_dir() else model)
 
 
-def _epoch(text: str | None) -> int:
-    if text is None:
-        return new_epoch()
-    try:
-        return int(text, 16)
-    except ValueError:
-        raise SettingsError(f"--epoch must be 64 bits in hex, not {text!r}.") from None
-
-
 def _worker(
     role: Role,
     model: str,
@@ -242,34 +224,9 @@ def _worker(
     hand_off: HandOffOptions,
     process: ProcessOptions,
 ) -> WorkerSettings:
-    return WorkerSettings(
-        role=role,
-        name=wiring.name,
-        model=_resolve(model),
-        served_model_name=_name(model, wiring.served_model_name),
-        registry=wiring.registry,
-        registry_public_key=wiring.registry_key.read_text("ascii").strip(),
-        keys=wiring.keys,
-        run_dir=wiring.run_dir,
-        bind=wiring.bind,
-        epoch=_epoch(wiring.epoch),
-        device=engine.device,
-        dtype=engine.dtype,
-        deterministic=engine.deterministic,
-        threads=engine.threads,
-        context_length=sizes.context_length,
-        page_size=sizes.page_size,
-        max_total_tokens=sizes.max_total_tokens,
-        chunked_prefill_size=sizes.chunked_prefill_size,
-        max_running=sizes.max_running_requests,
-        max_queued=sizes.max_queued_requests,
-        transfer=hand_off.transfer,
-        hold_timeout=hand_off.hold_timeout,
-        max_retained=hand_off.max_retained,
-        on_hold_expiry=hand_off.on_hold_expiry,
-        drain_timeout=process.drain_timeout,
-        log_level=process.log_level,
-    )
+    key = wiring.registry_key.read_text("ascii").strip()
+    name = _name(model, wiring.served_model_name)
+    return worker_settings(role, _resolve(model), name, key, wiring, sizes, engine, hand_off, process)
 
 
 def _run_worker(run: Callable[[WorkerSettings], int], settings: WorkerSettings) -> int:
@@ -290,21 +247,37 @@ def _run_worker(run: Callable[[WorkerSettings], int], settings: WorkerSettings) 
 def _configured(
     *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     config: Annotated[
-        Path | None, Parameter(help="TOML file with settings; by default ./quiesce.toml where there is one.")
+        Path | None,
+        Parameter(
+            env_var="QUIESCE_CONFIG", help="TOML file with settings; by default ./quiesce.toml where there is one."
+        ),
     ] = None,
 ) -> Any:
     if os.environ.get(SUPERVISED):
         app.config = ()  # the supervisor has read them and passes everything on
     else:
-        file = Toml(config, must_exist=True) if config else Toml("quiesce.toml", must_exist=False)
-        app.config = (Env("QUIESCE_", command=False), file)
+        app.config = (Env("QUIESCE_", command=False), *_file(config))
     return app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+
+
+def _file(named: Path | None) -> list[Toml]:
+    path = named or Path("quiesce.toml")
+    try:
+        tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        if named is None:
+            return []
+        raise SettingsError(f"There is no settings file {named}.") from None
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"The settings file {path} cannot be read: {error}.") from error
+    return [Toml(path)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     from quiesce.models.errors import ModelError  # noqa: PLC0415
 
+    app.config = ()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         result = app.meta(words, exit_on_error=False, print_error=False, result_action="return_value")

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
-from quiesce.roles.settings import Dtype, Expiry
+from quiesce.roles.settings import Dtype, Expiry, Role, RouterSettings, SettingsError, WorkerSettings, new_epoch
 
 SUPERVISED = "QUIESCE_SUPERVISED"  # set for the children of `serve`: it has read environment and file for them
 
@@ -186,3 +186,73 @@ def arguments(*groups: Any) -> list[str]:
             else:
                 words.append(f"{flag}={value}")
     return words
+
+
+def worker_settings(
+    role: Role,
+    model: Path,
+    served_model_name: str,
+    registry_public_key: str,
+    wiring: WorkerWiring,
+    sizes: SizeOptions,
+    engine: EngineOptions,
+    hand_off: HandOffOptions,
+    process: ProcessOptions,
+) -> WorkerSettings:
+    """Raises SettingsError."""
+    return WorkerSettings(
+        role=role,
+        name=wiring.name,
+        model=model,
+        served_model_name=served_model_name,
+        registry=wiring.registry,
+        registry_public_key=registry_public_key,
+        keys=wiring.keys,
+        run_dir=wiring.run_dir,
+        bind=wiring.bind,
+        epoch=_epoch(wiring.epoch),
+        device=engine.device,
+        dtype=engine.dtype,
+        deterministic=engine.deterministic,
+        threads=engine.threads,
+        context_length=sizes.context_length,
+        page_size=sizes.page_size,
+        max_total_tokens=sizes.max_total_tokens,
+        chunked_prefill_size=sizes.chunked_prefill_size,
+        max_running=sizes.max_running_requests,
+        max_queued=sizes.max_queued_requests,
+        transfer=hand_off.transfer,
+        hold_timeout=hand_off.hold_timeout,
+        max_retained=hand_off.max_retained,
+        on_hold_expiry=hand_off.on_hold_expiry,
+        drain_timeout=process.drain_timeout,
+        log_level=process.log_level,
+    )
+
+
+def router_settings(
+    model: Path, served_model_name: str, wiring: RouterWiring, http: HttpOptions, process: ProcessOptions
+) -> RouterSettings:
+    """Raises SettingsError."""
+    return RouterSettings(
+        model=model,
+        served_model_name=served_model_name,
+        keys=wiring.keys,
+        registry=wiring.registry,
+        host=http.host,
+        port=http.port,
+        max_inflight=http.max_inflight,
+        max_body=http.max_body,
+        request_timeout=http.request_timeout,
+        drain_timeout=process.drain_timeout,
+        log_level=process.log_level,
+    )
+
+
+def _epoch(text: str | None) -> int:
+    if text is None:
+        return new_epoch()
+    try:
+        return int(text, 16)
+    except ValueError:
+        raise SettingsError(f"--epoch must be 64 bits in hex, not {text!r}.") from None

@@ -10,7 +10,7 @@ from typing import Any
 
 from quiesce.core.admission import refuse_pool
 from quiesce.options import ClusterOptions, EngineOptions, SizeOptions
-from quiesce.roles.settings import SettingsError, check_sizes
+from quiesce.roles.settings import SettingsError
 
 MOST_WORKERS = 64
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -29,13 +29,6 @@ def check_cluster(cluster: ClusterOptions) -> None:
 
 def check_model(folder: Path, sizes: SizeOptions, engine: EngineOptions, workers: int) -> None:
     """The sizes against each other, the model and this machine (guard D3). Raises SettingsError."""
-    check_sizes(
-        page_size=sizes.page_size,
-        max_total_tokens=sizes.max_total_tokens,
-        chunked_prefill_size=sizes.chunked_prefill_size,
-        context_length=sizes.context_length,
-        max_running=sizes.max_running_requests,
-    )
     config = _config(folder)
     own = config.get("max_position_embeddings")
     if sizes.context_length is not None and isinstance(own, int) and sizes.context_length > own:
@@ -73,8 +66,6 @@ def _check_memory(config: dict[str, Any], pool: int, engine: EngineOptions, work
 
 def choose_port(host: str, port: int) -> int:
     """The port, a free one for 0. Raises SettingsError when it cannot be had."""
-    if not 0 <= port <= 65535:
-        raise SettingsError(f"--port must be between 0 and 65535, not {port}.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.create_server((host, port), family=family) as probe:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+
+import msgspec
 
 LONGEST_ANSWER = 4 << 20  # bytes
 PATIENCE = 2.0  # seconds
@@ -33,7 +33,7 @@ def http_probe(host: str, port: int) -> Probe:
             async with asyncio.timeout(PATIENCE):
                 status, body = await _get(reachable, port, "/health")
             return _health(status, body)
-        except (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+        except (OSError, ValueError, TimeoutError, msgspec.MsgspecError):
             return Health(answers=False)
 
     return probe
@@ -59,14 +59,20 @@ async def _read_all(reader: asyncio.StreamReader) -> bytes:
     return bytes(answer)
 
 
+class _Worker(msgspec.Struct):
+    epoch: str
+    trouble: str | None = None
+
+
+class _Detail(msgspec.Struct):
+    """The part of /health that matters here."""
+
+    workers: list[_Worker] = []
+    missing: list[str] = []
+    mismatches: list[str] = []
+
+
 def _health(status: int, body: bytes) -> Health:
-    detail: dict[str, Any] = json.loads(body)
-    workers = frozenset(int(w["epoch"], 16) for w in detail.get("workers", []) if not w.get("trouble"))
-    missing = "; ".join([*_texts(detail.get("missing")), *_texts(detail.get("mismatches"))])
-    return Health(True, status == 200, workers, missing)
-
-
-def _texts(value: Any) -> list[str]:
-    if not value:
-        return []
-    return [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
+    detail = msgspec.json.decode(body, type=_Detail)
+    workers = frozenset(int(worker.epoch, 16) for worker in detail.workers if not worker.trouble)
+    return Health(True, status == 200, workers, "; ".join([*detail.missing, *detail.mismatches]))

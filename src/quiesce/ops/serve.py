@@ -33,6 +33,8 @@ from quiesce.options import (
     SizeOptions,
     WorkerWiring,
     arguments,
+    router_settings,
+    worker_settings,
 )
 
 
@@ -84,6 +86,7 @@ class Notices:
 def serve(asked: Serve) -> int:
     """Runs until Ctrl-C or SIGTERM; returns the exit code. Raises SettingsError or OSError before any start."""
     check_cluster(asked.cluster)
+    _check_children(asked)
     check_model(asked.model, asked.sizes, asked.engine, len(asked.worker_names))
     asked = replace(asked, http=replace(asked.http, port=choose_port(asked.http.host, asked.http.port)))
     run_dir = RunDir()
@@ -91,6 +94,16 @@ def serve(asked: Serve) -> int:
         return asyncio.run(_serve(asked, run_dir))
     finally:
         run_dir.remove()
+
+
+def _check_children(asked: Serve) -> None:
+    """What every child would refuse is refused here, once and before there is a child."""
+    nowhere = Path()
+    wiring = WorkerWiring("", nowhere, nowhere, nowhere, "worker")
+    worker_settings(
+        "decode", asked.model, asked.name, "", wiring, asked.sizes, asked.engine, asked.hand_off, asked.process
+    )
+    router_settings(asked.model, asked.name, RouterWiring("", nowhere), asked.http, asked.process)
 
 
 async def _serve(asked: Serve, run_dir: RunDir) -> int:

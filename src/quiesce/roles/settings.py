@@ -23,7 +23,7 @@ class SettingsError(ValueError):
 
 def _within(option: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
-        raise SettingsError(f"{option} must be between {low:g} and {high:g}, not {value:g}.")
+        raise SettingsError(f"{option} must be between {low:.12g} and {high:.12g}, not {value:.12g}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +63,13 @@ class WorkerSettings:
     def __post_init__(self) -> None:
         if not self.name or not self.name.replace("-", "").replace("_", "").isalnum() or len(self.name) > 40:
             raise SettingsError(f"--name must be 1 to 40 letters, digits, - or _, not {self.name!r}.")
-        check_sizes(
-            page_size=self.page_size,
-            max_total_tokens=self.max_total_tokens,
-            chunked_prefill_size=self.chunked_prefill_size,
-            context_length=self.context_length,
-            max_running=self.max_running,
-        )
-        _within("--max-queued", self.max_queued, 1, 1 << 20)
+        _within("--page-size", self.page_size, 1, 1024)
+        _within("--max-total-tokens", self.max_total_tokens, 2 * self.page_size, 1 << 31)
+        _within("--chunked-prefill-size", self.chunked_prefill_size, 1, 1 << 20)
+        _within("--max-running-requests", self.max_running, 1, 65_536)
+        if self.context_length is not None:
+            _within("--context-length", self.context_length, 2, 1 << 24)
+        _within("--max-queued-requests", self.max_queued, 1, 1 << 20)
         _within("--threads", self.threads, 1, 1024)
         _within("--hold-timeout", self.hold_timeout, 0.05, 86_400)
         _within("--max-retained", self.max_retained, 0.0, 1.0)
@@ -101,20 +100,3 @@ class RouterSettings:
         _within("--max-body", self.max_body, 1024, 1 << 30)
         _within("--request-timeout", self.request_timeout, 0.1, 86_400)
         _within("--drain-timeout", self.drain_timeout, 0.0, 86_400)
-
-
-def check_sizes(
-    *,
-    page_size: int,
-    max_total_tokens: int,
-    chunked_prefill_size: int,
-    context_length: int | None,
-    max_running: int,
-) -> None:
-    """Sizes that cannot work whatever the model is. Raises SettingsError."""
-    _within("--page-size", page_size, 1, 1024)
-    _within("--max-total-tokens", max_total_tokens, 2 * page_size, 1 << 31)
-    _within("--chunked-prefill-size", chunked_prefill_size, 1, 1 << 20)
-    _within("--max-running-requests", max_running, 1, 65_536)
-    if context_length is not None:
-        _within("--context-length", context_length, 2, 1 << 24)
