@@ -103,6 +103,14 @@ def test_a4_taint_of_a_cleared_request_has_a_home():
     assert messages(rig.abort(leg)) == [Tainted(leg)]
 
 
+def test_a4_an_ack_of_a_failure_clears_no_taint():
+    rig = BorrowerRig()
+    leg, (post,) = rig.posting()
+    rig.ended(post, Outcome.UNKNOWN)
+    rig.hear(Ack(leg))
+    assert messages(rig.abort(leg)) == [Tainted(leg)]
+
+
 def test_a5_unknown_to_a_new_epoch_is_no_answer():
     rig = BorrowerRig()
     predecessors = Leg(TransferId(D, 1), 0, 0, 0xBEEF)
@@ -244,7 +252,11 @@ def test_a14_an_offer_goes_to_the_epoch_it_was_reserved_for_only():
     tid = rig.offered()
     for _ in range(3):
         assert [(send.to, send.message.leg.p_epoch) for send in only(rig.fire(Timer.REPEAT, tid), Send)] == [(P, P)]
-    assert rig.publish(tid) == [], "published once, to one epoch"
+    half = rig.reserve({0: P, 1: P1})
+    rig.publish(half)
+    rig.hear(rig.done(rig.leg(half)))
+    assert rig.publish(half) == [], "published once, to one epoch"
+    assert not rig.ledger.leases(half), "a proven lease was opened again"
 
 
 def test_a15_a_taint_ends_by_a_drain_proof_or_the_closed_set_and_by_nothing_else():

@@ -43,7 +43,7 @@ def test_a14_a_late_hello_of_an_old_epoch_never_wins():
     assert not prefill.on_confirm(stale) and prefill.peer == 3
 
 
-def test_a_challenge_is_used_once():
+def test_a14_a_challenge_is_used_once():
     decode, prefill = side(1), side(2)
     welcome = welcome_to(prefill, decode.hello(b""))
     confirm = decode.on_welcome(welcome)
@@ -51,7 +51,7 @@ def test_a_challenge_is_used_once():
     assert not prefill.on_confirm(confirm) and decode.on_welcome(welcome) is None
 
 
-def test_a_new_hello_replaces_the_old_one():
+def test_a14_a_new_hello_replaces_the_old_one():
     decode, prefill = side(1), side(2)
     first, second = decode.hello(b""), decode.hello(b"")
     assert decode.on_welcome(welcome_to(prefill, first)) is None and decode.peer is None
@@ -60,7 +60,7 @@ def test_a_new_hello_replaces_the_old_one():
     assert decode.on_welcome(late) is None
 
 
-def test_taking_an_epoch_cancels_every_other_open_challenge():
+def test_a14_taking_an_epoch_cancels_every_other_open_challenge():
     one, two, prefill = side(1), side(3), side(2)
     first = one.on_welcome(welcome_to(prefill, one.hello(b"")))
     second = two.on_welcome(welcome_to(prefill, two.hello(b"")))

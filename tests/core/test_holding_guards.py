@@ -219,7 +219,7 @@ def test_h9_a_release_that_fails_neither_stops_nor_repeats_the_others():
         book.own(TransferId(D, seq), 2)
     for seq in (1, 2, 1):
         book.end(TransferId(D, seq))
-    assert heard == [1, 2]
+    assert heard == [1, 2] and not book.knows(TransferId(D, 1))
     assert book.census().free == 4 and book.census().rows_free == 2
     assert [str(fault) for fault in book.faults] == ["the page map is broken"]
 
@@ -329,6 +329,18 @@ def test_h15_a_quarantine_ends_only_by_a_fence_of_every_peer():
     assert rig.all_free()
 
 
+def test_h15_a_fence_that_ran_before_the_mismatch_was_found_says_nothing_about_it():
+    rig = LenderRig()
+    held = rig.holding()
+    tid = rig.offered()
+    rig.hear(rig.done(rig.leg(tid), digest=b"good"))
+    assert only(rig.fire(Timer.HOLD, held), Revoke)
+    rig.lender.on(Verified(tid, False, frozenset({P})))
+    rig.lender.on(Revoked(Proof.fenced(P, GENERATION)))
+    assert rig.state(held) is None and rig.state(tid) is State.QUARANTINE
+    assert only(rig.lender.on(Revoked(Proof.fenced(P, GENERATION + 1))), Closed)
+
+
 def test_h15_a_quarantine_that_can_accuse_nobody_lasts_until_restart():
     rig = LenderRig()
     tid = rig.offered()
@@ -414,12 +426,22 @@ def test_h17_repeats_start_no_second_fence_and_back_off_after_none():
     assert not only(rig.hear(Tainted(leg)), Revoke), "one runs"
     first = only(rig.lender.on(NotRevoked(P, GENERATION)), Arm)[0]
     assert not only(rig.hear(Tainted(leg)), Revoke), "TAINTED again must wait for the timer"
-    rig.fire(Timer.REFENCE, tid)
+    assert only(rig.fire(Timer.REFENCE, tid), Revoke), "it is asked for again"
     second = only(rig.lender.on(NotRevoked(P, GENERATION)), Arm)[0]
     assert second.attempt > first.attempt
     rig.fire(Timer.REFENCE, tid)
     rig.lender.on(Revoked(Proof.fenced(P, GENERATION)))
     assert rig.all_free() and not only(rig.hear(Tainted(leg)), Revoke), "nothing is open any more"
+
+
+def test_h17_one_fence_runs_for_all_transfers_of_a_peer():
+    rig = LenderRig()
+    one, two = rig.holding(), rig.holding()
+    legs = rig.leg(one), rig.leg(two)
+    fences = [*rig.hear(Tainted(legs[0])), *rig.hear(Tainted(legs[1])), *rig.fire(Timer.HOLD, two)]
+    assert only(fences, Revoke) == [Revoke(P, GENERATION, dead=False)]
+    rig.lender.on(Revoked(Proof.fenced(P, GENERATION)))
+    assert rig.all_free()
 
 
 def test_h17_busy_defers_a_costly_fence_but_not_for_ever():

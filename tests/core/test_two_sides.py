@@ -27,18 +27,18 @@ def wander(world: World, seed: int, steps: int, moves: list[str], weights: list[
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_no_write_lands_in_foreign_pages_and_everything_closes(ranks: int, fences: bool, drains: bool):
     committed = lost = 0
-    for seed in range(60):
+    for seed in range(25):
         world = World(ranks, fences=fences, drains=drains)
         wander(world, seed, 500, NAMES, WEIGHTS)
         world.quiesce()
         world.check_quiet()
         committed += world.committed
         lost += world.lost
-    assert committed > 20 and lost > 20, "the walk must see both ends"
+    assert committed > 5 and lost > 5, "the walk must see both ends"
 
 
 def test_no_write_lands_in_foreign_pages_when_the_lender_restarts():
-    for seed in range(60):
+    for seed in range(25):
         world = World(2)
         wander(world, seed, 500, [*NAMES, "crash_decode"], [*WEIGHTS, 1])
         world.quiesce()
@@ -87,4 +87,4 @@ class TwoSides(RuleBasedStateMachine):
 
 
 TestTwoSides = TwoSides.TestCase
-TestTwoSides.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestTwoSides.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
