@@ -40,7 +40,6 @@ class World:
     short: int = 0  # a prefill rank plans fewer pages than it was offered
     exact: bool = False  # pacing is state too: timers, ACCEPT, BUSY, retained
     late: bool = False  # answers about closed transfers stay deliverable too (they change nothing: checked here)
-    losses: int = 0  # liveness: messages lost; 0: any number
     live: bool = False  # search the liveness graph too
 
 

@@ -26,7 +26,8 @@ NOT_STATE = frozenset(
     "_return_pages",
     "_return_rows",
 }
-PACING = frozenset({"accepted", "acked", "busy", "deferrals", "retained", "_pages_in", "timers"})
+COUNTED = frozenset({"busy", "deferrals", "retained", "_pages_in"})  # matters for costly fences and for reports
+PACING = frozenset({"accepted", "acked", "timers"})
 PLAIN = (int, str, bytes, float, type(None), Enum, msgspec.Struct)
 
 

@@ -1,20 +1,23 @@
-"""Every hold ends or may be retained: from each state a fair path leads to one where nothing is owed.
+"""Every hold ends or may be retained, and every request ends, whatever was lost.
 
-Here a delivery consumes its message and any message may be lost; what is repeated arrives in the end. Fair moves
-are deliveries, timers, outcomes, fences that can be had and PINGs; crashes, losses, aborts, deadlines and new
-requests are not: nobody may have to wait for them.
+From every reachable state the network is emptied, as if all that is under way were lost, and the processes are left
+to themselves: messages arrive, posts end, fences that can be had are had, timers fire when nothing else is left.
+Nobody aborts, crashes, begins a request or hits a deadline. If that run comes back to a state it was in before
+anything is settled, what is owed is owed for ever.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 from quiesce.core import lender as d
-from quiesce.lab.checker.model import LOOSE, Model, State
+from quiesce.core.machine import Timer
+from quiesce.lab.checker.model import LOOSE, Model, Move, State
 from quiesce.lab.checker.search import Progress, Result, path_to
 from quiesce.lab.worlds import World
 
-OWED = "from here no fair path leads to an end: a transfer or its source pages stay for ever"
+OWED = "left to themselves, the processes never end it: a transfer or its source pages stay for ever"
 
 
 def settled(model: Model, state: State) -> bool:
@@ -40,62 +43,108 @@ def settled(model: Model, state: State) -> bool:
     return all(tid in held for number in prefills for tid in model.views[number].side.sources._holdings)
 
 
+class Runner:
+    """Runs a state on its own; remembers which states came to a good end."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.good: set[State] = set()
+
+    def stuck(self, state: State) -> list[tuple[State, tuple]] | None:
+        """None: all is settled in the end. Otherwise the run, up to where it repeats itself or a rule breaks."""
+        run: dict[State, tuple] = {}
+        while state not in self.good and not settled(self.model, state):
+            move = None if state in run else next(self._ways(state), None)
+            if move is None or move.state is None:
+                return list(run.items())
+            run[state] = move.event
+            state = move.state
+        self.good.update(run)
+        self.good.add(state)
+        return None
+
+    def _ways(self, state: State) -> Iterator[Move]:
+        """Fair moves, the first of which is taken: what is under way first, timers last."""
+        model = self.model
+        decodes, prefills, net, posts, placed, budgets = state
+        if net:
+            bit = net & -net
+            number = bit.bit_length() - 1
+            at = model.messages[number][0]
+            step = model.local((decodes + prefills)[at], number)
+            yield model._merge((decodes, prefills, net & ~bit, posts, placed, budgets), at, number, step)
+        timers = []
+        for move in model.moves(state):
+            if not move.fair or move.state == state:
+                continue
+            if move.event[0] == "at" and isinstance(move.event[2], tuple) and move.event[2][0] == "fire":
+                timers.append(move)
+            else:
+                yield move
+        for rank in range(len(decodes)):
+            yield from model.heartbeat(state, rank)
+        # Each timer that fires is armed again or gone: the least repeated first would need a clock, all will do.
+        if timers:
+            yield self._all_timers(state)
+
+    def _all_timers(self, state: State) -> Move:
+        """Every armed timer fires, one after the other, as if a long time had passed."""
+        model = self.model
+        count = len(state[0]) + len(state[1])
+        for at in range(count):
+            for event in model.views[(state[0] + state[1])[at]].may:
+                if event[0] != "fire" or event[1] is Timer.DEADLINE:
+                    continue
+                side_id = (state[0] + state[1])[at]
+                if event not in model.views[side_id].may:
+                    continue
+                move = model._merge(state, at, event, model.local(side_id, event))
+                if move.state is None:
+                    return move
+                state = move.state
+        return Move(("later",), state)
+
+
 def search_live(world: World, *, limit: int | None = None, progress: Progress | None = None) -> Result:
-    model = Model(world, strict=False, consume=True)
+    model = Model(world, strict=False, paced=True)
+    runner = Runner(model)
     result = Result(world, model=model)
     began = time.perf_counter()
     first = model.start()
     came: dict[State, tuple[State, tuple] | None] = {first: None}
-    order = [first]
-    number = {first: 0}
-    before: list[list[int]] = [[]]  # state -> the states from which a fair move leads to it
-    for at, state in enumerate(order):
-        for move in model.moves(state):
-            result.moves += 1
-            if move.state is None:
-                result.broken = move.broken
-                result.story = [*path_to(came, state), (state, move.event)]
-                return _close(result, order, came, began)
-            to = number.get(move.state)
-            if to is None:
-                to = number[move.state] = len(order)
-                order.append(move.state)
-                before.append([])
-                came[move.state] = (state, move.event)
-            if move.fair:
-                before[to].append(at)
-        if at % 2048 == 0:
-            result.states = len(order)
-            stop = progress is not None and not progress(result, len(order) - at)
-            if stop or (limit is not None and len(order) > limit):
-                break
-    else:
-        result.complete = True
-        stuck = _first_stuck(model, order, before)
-        if stuck is not None:
-            result.broken = OWED
-            result.story = path_to(came, order[stuck])
-    return _close(result, order, came, began)
+    layer, asked = [first], set()
+    while layer:
+        after: list[State] = []
+        for done, state in enumerate(layer):
+            alone = (*state[:2], 0, *state[3:])
+            if alone not in asked:
+                asked.add(alone)
+                run = runner.stuck(alone)
+                if run is not None:
+                    return _stop(result, came, began, OWED, [*path_to(came, state), (state, ("all lost",)), *run])
+            for move in model.moves(state):
+                result.moves += 1
+                if move.state is None:
+                    story = [*path_to(came, state), (state, move.event)]
+                    return _stop(result, came, began, move.broken, story)
+                if move.state not in came:
+                    came[move.state] = (state, move.event)
+                    after.append(move.state)
+            if done % 1024 == 0:
+                result.states = len(came)
+                stop = progress is not None and not progress(result, len(layer) - done + len(after))
+                if stop or (limit is not None and len(came) > limit):
+                    return _stop(result, came, began, None, [])
+        result.depth += bool(after)
+        layer = after
+    result.complete = True
+    return _stop(result, came, began, None, [])
 
 
-def _close(result: Result, order: list[State], came: dict, began: float) -> Result:
-    result.states = len(order)
-    result.depth = len(path_to(came, order[-1]))
+def _stop(result: Result, came: dict, began: float, broken: str | None, story: list) -> Result:
+    result.broken, result.story = broken, story
+    result.states = len(came)
     result.seconds = time.perf_counter() - began
     assert result.model is not None
     result.real_steps = result.model.real_steps
     return result
-
-
-def _first_stuck(model: Model, order: list[State], before: list[list[int]]) -> int | None:
-    good = bytearray(len(order))
-    todo = [at for at, state in enumerate(order) if settled(model, state)]
-    for at in todo:
-        good[at] = 1
-    while todo:
-        for at in before[todo.pop()]:
-            if not good[at]:
-                good[at] = 1
-                todo.append(at)
-    stuck = good.find(0)
-    return None if stuck < 0 else stuck

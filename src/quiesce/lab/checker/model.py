@@ -18,7 +18,7 @@ from quiesce.core.borrower import Outcome
 from quiesce.core.machine import Post, Timer
 from quiesce.core.messages import Accept, Busy, Done, Failed, HandOff, Leg, Ping, TransferId
 from quiesce.core.proofs import Borrowing
-from quiesce.lab.checker.freeze import NOT_STATE, PACING, freeze, plain
+from quiesce.lab.checker.freeze import COUNTED, NOT_STATE, PACING, freeze, plain
 from quiesce.lab.checker.sides import DecodeSide, PrefillSide, token_of
 from quiesce.lab.invariants import GLOBAL, broken
 from quiesce.lab.worlds import World
@@ -36,7 +36,6 @@ BUDGETS = (
     "pings",
     "stray",
     "short",
-    "losses",
 )
 UNFAIR = ("reserve", "end", "fault")  # a client, a router, bad luck: nobody may wait for them
 FLYING, REFUSED, LOOSE = 0, 1, 2  # no outcome yet; refused by a fence; ended UNKNOWN or orphaned, may still land
@@ -80,12 +79,13 @@ class Move(NamedTuple):
 
 
 class Model:
-    """`strict` also wants every byte in flight covered by a lease; without it only visible damage counts."""
+    """`strict` also wants every byte in flight covered by a lease; without it only visible damage counts.
+    `paced` keeps what decides how often something is repeated: liveness needs it."""
 
-    def __init__(self, world: World, *, strict: bool = True, consume: bool = False) -> None:
+    def __init__(self, world: World, *, strict: bool = True, paced: bool = False) -> None:
         self.world = world
         self.strict = strict
-        self.consume = consume
+        self.paced = paced
         self.sides: list[bytes] = []
         self.views: list[View] = []
         self._side_ids: dict[Any, int] = {}
@@ -95,9 +95,14 @@ class Model:
         self.flights: list[Flight] = []
         self._flight_ids: dict[Flight, int] = {}
         self.keeps_late = world.late or world.exact
-        self.exact = exact = consume or world.exact
-        self._without = NOT_STATE if exact else NOT_STATE | PACING
-        self._unsaid: tuple[type, ...] = () if exact else (Accept, Busy)  # they change nothing but pacing
+        self.exact = paced or world.exact
+        if world.exact:
+            self._without, self._unsaid = NOT_STATE, ()
+        elif paced:
+            self._without, self._unsaid = NOT_STATE | COUNTED, (Busy,)
+        else:
+            self._without, self._unsaid = NOT_STATE | COUNTED | PACING, (Accept, Busy)
+        self.unarmed = self._pointless_timers()
         self._spent: dict[int, tuple[int, int]] = {}  # decode side -> (messages looked at, mask)
         self._steps: dict[tuple[int, Any], Step] = {}
         self.real_steps = 0
@@ -111,6 +116,13 @@ class Model:
         prefills = tuple(self._intern(PrefillSide(world, epoch, rank, 1)) for rank, epoch in enumerate(peers))
         budgets = tuple(getattr(world, name) for name in BUDGETS)
         return decodes, prefills, 0, (), frozenset(), budgets
+
+    def _pointless_timers(self) -> tuple[Timer, ...]:
+        """Liveness waits for no deadline; and where nothing can be revoked, asking for it leads nowhere."""
+        if not self.paced:
+            return ()
+        revocable = self.world.fence or self.world.gone
+        return (Timer.DEADLINE,) if revocable else (Timer.DEADLINE, Timer.HOLD, Timer.REFENCE)
 
     def _intern(self, side: DecodeSide | PrefillSide) -> int:
         key = (type(side), freeze(side, self._without))
@@ -175,6 +187,7 @@ class Model:
         late = self._is_late(side, event)
         try:
             out = side.step(self.world, event)
+            side.timers = {timer for timer in side.timers if timer[0] not in self.unarmed}
             fault = broken(side)
             new = self._intern(side)
         except Exception as error:
@@ -208,9 +221,13 @@ class Model:
         yield from self._damage(state)
         yield from self._deliveries(state)
         decodes, prefills, _, _, _, budgets = state
+        yield from self._reserve(state)
         for rank, side_id in enumerate(decodes):
             for event in self.views[side_id].may:
-                yield self._apply(state, rank, event)
+                if event[0] == "end":
+                    yield self._apply(state, rank, event, fair=self._given_up_elsewhere(state, rank, event[1]))
+                elif event[0] != "reserve":
+                    yield self._apply(state, rank, event)
             yield from self._decode_moves(state, rank, side_id)
         for rank, side_id in enumerate(prefills):
             at = len(decodes) + rank
@@ -220,8 +237,27 @@ class Model:
         yield from self._outcomes(state)
         yield from self._crashes(state)
 
+    def _reserve(self, state: State) -> Iterator[Move]:
+        """Every decode rank of the engine reserves the same request, or none does."""
+        if not all(("reserve",) in self.views[number].may for number in state[0]):
+            return
+        move = Move((), state)
+        for rank in range(len(state[0])):
+            if move.state is not None:
+                move = self._apply(move.state, rank, ("reserve",))
+        yield move
+
+    def _given_up_elsewhere(self, state: State, rank: int, tid: TransferId) -> bool:
+        """Another rank of the same engine has given it up: the leader tells this one (guard H8 is not checked)."""
+        for other, number in enumerate(state[0]):
+            if other != rank:
+                transfer = self.views[number].side.lender.transfers.get(tid)
+                if transfer is None or transfer.state is d.State.HOLDING:
+                    return True
+        return False
+
     def _deliveries(self, state: State) -> Iterator[Move]:
-        decodes, prefills, net, _, _, budgets = state
+        decodes, prefills, net, _, _, _ = state
         for at, side_id in enumerate(decodes + prefills):
             bits = net & self.inbox[at]
             while bits:
@@ -229,18 +265,9 @@ class Model:
                 bits ^= bit
                 number = bit.bit_length() - 1
                 step = self.local(side_id, number)
-                if not self.consume:
-                    if step.side == side_id and not step.sends & ~net and not step.fault and not step.posts:
-                        continue  # heard it, nothing new
-                    yield self._merge(state, at, number, step)
-                    continue
-                before = (decodes, prefills, net & ~bit, *state[3:])
-                yield self._merge(before, at, number, step)
-                if not self.world.losses:
-                    yield Move(("lost", number), before, None, False)
-                elif self._left(budgets, "losses"):
-                    spent = self._spend(budgets, "losses")
-                    yield Move(("lost", number), (*before[:5], spent), None, False)
+                if step.side == side_id and not step.sends & ~net and not step.fault and not step.posts:
+                    continue  # heard it, nothing new
+                yield self._merge(state, at, number, step)
 
     def _apply(self, state: State, at: int, event: tuple, spend: str | None = None, fair: bool | None = None) -> Move:
         side_id = (state[0] + state[1])[at]
@@ -349,14 +376,12 @@ class Model:
             yield self._verify(state, rank, side, tid, placed)
             if self._left(budgets, "stray"):
                 yield self._stray(state, rank, side, tid)
-        if self.consume:
-            yield from self._heartbeat(state, rank)
-        elif self._left(budgets, "pings"):
+        if self._left(budgets, "pings"):
             step = self.local(side_id, ("ping",))
             if self.views[step.side].side.said != side.said:
                 yield self._apply(state, rank, ("ping",), "pings")
 
-    def _heartbeat(self, state: State, rank: int) -> Iterator[Move]:
+    def heartbeat(self, state: State, rank: int) -> Iterator[Move]:
         """Liveness: PINGs are repeated for ever, so one of them arrives."""
         ping = self.local(state[0][rank], ("ping",))
         decodes = (*state[0][:rank], ping.side, *state[0][rank + 1 :])

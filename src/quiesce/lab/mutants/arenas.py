@@ -37,7 +37,5 @@ LIVE_FENCE = World(
     "live fence", "an UNKNOWN post, a fence refused once", (1,), pool=1, unknown=1, fence=True, unfenced=1
 )
 LIVE_DRAIN = World("live drain", "an UNKNOWN post and a drain", (1,), pool=1, unknown=1, drain=True, live=True)
-LIVE_RANKS = World(
-    "live ranks", "two prefill ranks, a failure", (1,), pool=1, prefills=2, fault=1, losses=1, live=True
-)
+LIVE_RANKS = World("live ranks", "two prefill ranks, a failure", (1,), pool=1, prefills=2, fault=1, live=True)
 LIVE_DECODES = World("live decodes", "two decode ranks", requests=(1,), pool=1, decodes=2, live=True)
