@@ -1,0 +1,136 @@
+"""The official client against the product: what an application does all day."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from e2e.conftest import warmed
+from e2e.product import Product
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+HELLO = [{"role": "user", "content": "hello there"}]
+
+
+@pytest.fixture(scope="module")
+def client(serve: Product) -> Iterator[openai.OpenAI]:
+    with serve.client() as client:
+        yield client
+
+
+def test_chat_completion_with_usage_and_finish_reason(serve: Product, client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model=serve.name, messages=HELLO, max_tokens=7, temperature=0)
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant" and choice.message.content
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert choice.finish_reason == "length" and answer.usage.completion_tokens == 7
+    assert answer.model == serve.name and answer.id.startswith("chatcmpl-")
+
+
+def test_stream_says_the_same_as_the_whole_answer(serve: Product, client: openai.OpenAI) -> None:
+    asked = {"model": serve.name, "messages": HELLO, "max_tokens": 40, "temperature": 0}
+    whole = client.chat.completions.create(**asked)
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
+    assert reasons[-1] == whole.choices[0].finish_reason and not any(reasons[:-1])
+    assert chunks[-1].usage == whole.usage
+    assert len(chunks) > 10, "tokens come as they are made"
+
+
+def test_completion_of_text_and_of_token_ids(serve: Product, client: openai.OpenAI) -> None:
+    by_text = client.completions.create(model=serve.name, prompt="123", max_tokens=5, temperature=0)
+    ids = [4 + ord(digit) - ord("!") for digit in "123"]  # the byte alphabet begins at '!', after four specials
+    by_ids = client.completions.create(model=serve.name, prompt=ids, max_tokens=5, temperature=0)
+    assert by_text.usage is not None and by_text.usage.prompt_tokens == 3
+    assert by_text.choices[0].text == by_ids.choices[0].text
+
+
+def test_stop_string_ends_the_answer_before_it(serve: Product, client: openai.OpenAI) -> None:
+    asked = {"model": serve.name, "prompt": [40, 41, 42], "temperature": 0, "extra_body": {"ignore_eos": True}}
+    whole = client.completions.create(**asked, max_tokens=60).choices[0].text
+    stop = whole[20:23]
+    cut = client.completions.create(**asked, max_tokens=60, stop=[stop])
+    assert cut.choices[0].finish_reason == "stop"
+    assert cut.choices[0].text == whole[: whole.index(stop)]
+    streamed = client.completions.create(**asked, max_tokens=60, stop=[stop], stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == cut.choices[0].text
+    serve.check_idle(serve.boot)
+
+
+def test_seed_fixes_a_sampled_answer(serve: Product, client: openai.OpenAI) -> None:
+    def sampled(seed: int) -> str:
+        answer = client.completions.create(
+            model=serve.name, prompt=[50, 51], max_tokens=24, temperature=1.5, seed=seed
+        )
+        return answer.choices[0].text
+
+    assert sampled(1) == sampled(1)
+    assert len({sampled(seed) for seed in range(5)}) > 1
+
+
+def test_models_are_listed(serve: Product, client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [serve.name]
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("another")
+
+
+def test_e19_equal_request_ids_are_two_requests(serve: Product, client: openai.OpenAI) -> None:
+    label = {"X-Request-Id": "same"}
+    first = client.completions.with_streaming_response.create(
+        model=serve.name, prompt=[60, 61], max_tokens=400, temperature=0, stream=True, extra_headers=label,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    alone = serve.ask([70, 71, 72], tokens=12)
+    with first as streaming:
+        lines = streaming.iter_lines()
+        next(lines)
+        second = client.completions.create(
+            model=serve.name, prompt=[70, 71, 72], max_tokens=12, temperature=0, extra_headers=label,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        assert second.choices[0].text == alone
+    third = client.completions.create(
+        model=serve.name, prompt=[70, 71, 72], max_tokens=12, temperature=0, extra_headers=label,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    assert third.choices[0].text == alone and third.id != second.id
+    serve.check_idle(serve.boot)
+
+
+# ------------------------------------------------------------ the real model
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[Product]:
+    options = ("--context-length=1024", "--max-total-tokens=4096")
+    with tempfile.TemporaryDirectory(prefix="qe-") as path, Product("smollm2", Path(path), *options) as product:
+        yield warmed(product)
+
+
+def test_real_model_counts_right_past_eighty_tokens(real: Product) -> None:
+    question = [{"role": "user", "content": "Count from 1 to 100, separated by commas."}]
+    with real.client() as client:
+        answer = client.chat.completions.create(model="smollm2", messages=question, temperature=0, max_tokens=200)
+    said = answer.choices[0].message.content or ""
+    assert answer.usage is not None and answer.usage.completion_tokens > 80
+    numbers = [int(word) for word in said.rstrip(", ").split(",") if word.strip().isdigit()]
+    start = numbers.index(1)
+    assert numbers[start : start + 30] == list(range(1, 31)), said
+
+
+def test_real_model_answers_and_stops_by_itself(real: Product) -> None:
+    question = [{"role": "user", "content": "What is the capital of France? Answer in one short sentence."}]
+    with real.client() as client:
+        answer = client.chat.completions.create(model="smollm2", messages=question, temperature=0, max_tokens=100)
+    assert "Paris" in (answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason == "stop"
+    real.check_idle(real.boot)
