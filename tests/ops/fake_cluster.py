@@ -63,12 +63,15 @@ class FakeCluster:
 
         return command
 
+    def _is_up(self, name: str) -> bool:
+        """It has spoken, so its traps are set."""
+        process = self.children[name].process
+        return name in self.ready and process is not None and bool(process.last_lines)
+
     async def _probe(self) -> Health:
-        router_up = "router" in self.ready and self.children["router"].process is not None
+        router_up = self._is_up("router")
         workers = frozenset(
-            child.epoch
-            for name, child in self.children.items()
-            if name != "router" and name in self.ready and child.process is not None
+            child.epoch for name, child in self.children.items() if name != "router" and self._is_up(name)
         )
         ready = router_up and len(workers) == len(self.scripts) - 1
         return Health(router_up, ready, workers, "" if ready else "no decode worker is usable")

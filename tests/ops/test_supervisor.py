@@ -110,7 +110,10 @@ def test_a_child_that_does_not_get_ready_in_time_is_killed_and_tried_again(tmp_p
 
 
 def test_a_second_stop_cuts_the_drain_short(tmp_path: Path) -> None:
-    stubborn = "n=0; trap 'n=$((n+1)); echo {name} >> {log}; [ $n = 2 ] && exit 0' TERM; while :; do sleep 0.02; done"
+    stubborn = (
+        "n=0; trap 'n=$((n+1)); echo {name} >> {log}; [ $n = 2 ] && exit 0' TERM; "
+        "echo up; while :; do sleep 0.02; done"
+    )
     cluster = FakeCluster(tmp_path, {"router": stubborn}, {"router"}, Timing(drain=60, start=10, grace=10))
 
     async def story() -> None:

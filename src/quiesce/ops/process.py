@@ -11,12 +11,18 @@ import subprocess
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+REAP_INTERVAL = 0.01  # seconds; what was killed is gone within a few of them
 LAST_LINES = 12
 LONGEST_LINE = 16 << 10  # bytes; longer ones are broken
 READ_SIZE = 64 << 10
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def adopt_orphans(adopt: bool) -> None:
+    """What a dead child had started becomes our child, so that its end can be waited for and not only hoped for."""
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
 def _die_with_parent(parent: int) -> None:
@@ -45,7 +51,8 @@ class Process:
         self._loop = asyncio.get_running_loop()
         self._partial = b""
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
-        self.exit_code: int | None = None
+        self.exit_code: int | None = None  # once nothing of the group is left
+        self._code: int | None = None
         self._output, theirs = os.pipe()
         parent = os.getpid()
         try:
@@ -71,25 +78,35 @@ class Process:
 
     def signal(self, number: int) -> None:
         """To the process itself; it passes on what its own children must know."""
-        if self.exit_code is None:
+        if self._code is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
 
     def kill(self) -> None:
         """The whole group, at once."""
-        if self.exit_code is None:
+        if self._code is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def _ended(self) -> None:
         self._loop.remove_reader(self._pidfd)
         self.kill()  # what it left behind; not reaped yet, so the group's number is still its own
-        code = self._popen.wait()
+        self._code = self._popen.wait()
         os.close(self._pidfd)
-        self._read()
-        self._close_output()
-        self.exit_code = code
-        self._on_exit(code)
+        self._reap_group(self._code)
+
+    def _reap_group(self, code: int) -> None:
+        """Until nothing of the group is left: a mover that is killed may still be copying for a moment."""
+        try:
+            while os.waitpid(-self.pid, os.WNOHANG) != (0, 0):
+                pass
+        except ChildProcessError:
+            self._read()
+            self._close_output()
+            self.exit_code = code
+            self._on_exit(code)
+        else:
+            self._loop.call_later(REAP_INTERVAL, self._reap_group, code)
 
     def _read(self) -> None:
         for _ in range(8):  # then the other children's turn

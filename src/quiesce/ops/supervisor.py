@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from quiesce.ops.console import Console, exit_words
 from quiesce.ops.probe import Health, Probe
-from quiesce.ops.process import Process
+from quiesce.ops.process import Process, adopt_orphans
 from quiesce.ops.restarts import Restarts
 from quiesce.roles.settings import new_epoch
 
@@ -89,6 +89,7 @@ class Supervisor:
         self._failure: str | None = None
 
     async def run(self) -> int:
+        adopt_orphans(True)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self.stop)
@@ -100,6 +101,7 @@ class Supervisor:
         await self._stop.wait()
         watch.cancel()
         clean = await self._drain()
+        adopt_orphans(False)
         return 0 if clean and self._failure is None else EXIT_FAILED
 
     def stop(self) -> None:
