@@ -150,7 +150,7 @@ class Supervisor:
             self._stop.set()
             return
         again = f" ({deaths} in a row)" if deaths > 1 else ""
-        self._console.quote(f"{name} {how}{again}; starting it again in {delay:g} s.", last_lines)
+        self._console.quote(f"{name} {how}{again}; starting it again in {delay:g} s.", last_lines[-3:])
         child.pending = asyncio.get_running_loop().call_later(delay, self._launch, child)
 
     async def _watch(self) -> None:
