@@ -13,10 +13,11 @@ import pickle
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from quiesce.core import borrower as b
 from quiesce.core import lender as d
 from quiesce.core.borrower import Outcome
 from quiesce.core.machine import Post, Timer
-from quiesce.core.messages import Accept, Busy, Done, Failed, HandOff, Leg, Ping, TransferId
+from quiesce.core.messages import Accept, Ack, Busy, Done, Failed, HandOff, Leg, Ping, TransferId
 from quiesce.core.proofs import Borrowing
 from quiesce.lab.checker.freeze import COUNTED, NOT_STATE, PACING, freeze, plain
 from quiesce.lab.checker.sides import DecodeSide, PrefillSide, token_of
@@ -103,7 +104,7 @@ class Model:
         else:
             self._without, self._unsaid = NOT_STATE | COUNTED | PACING, (Accept, Busy)
         self.unarmed = self._pointless_timers()
-        self._spent: dict[int, tuple[int, int]] = {}  # decode side -> (messages looked at, mask)
+        self._spent: dict[int, tuple[int, int, int]] = {}  # side -> (messages looked at, masks)
         self._steps: dict[tuple[int, Any], Step] = {}
         self.real_steps = 0
 
@@ -299,8 +300,7 @@ class Model:
             budgets = self._spend(budgets, spend)
         net |= step.sends
         if not self.keeps_late:
-            for side_id in decodes:
-                net &= ~self._answers_spent(side_id)
+            net = self._forget_spent(decodes, prefills, net)
         return Move(said, (decodes, prefills, net, posts, placed, budgets), None, fair)
 
     def _spend(self, budgets: tuple[int, ...], name: str) -> tuple[int, ...]:
@@ -328,19 +328,47 @@ class Model:
                 return HOLE
         return None if result == token_of(tid, 0) else RESULT
 
-    def _answers_spent(self, side_id: int) -> int:
-        """Answers about transfers that this lender has closed: ids are never used again, nothing comes of them."""
-        seen, mask = self._spent.get(side_id, (0, 0))
-        if seen < len(self.messages):
-            side = self.views[side_id].side
-            for number in range(seen, len(self.messages)):
-                receiver, _, message = self.messages[number]
-                if receiver == side.rank and not isinstance(message, Done | Failed):
-                    tid = message.leg.tid
-                    if tid not in side.lender.transfers and (tid.epoch, tid.seq) <= (side.epoch, side.lender.high):
-                        mask |= 1 << number
-            self._spent[side_id] = len(self.messages), mask
-        return mask
+    def _forget_spent(self, decodes: tuple[int, ...], prefills: tuple[int, ...], net: int) -> int:
+        """Without the messages that can never change anything again. Mutants and `late` worlds keep them."""
+        never, answered, deaf = 0, 0, 0
+        for side_id in decodes + prefills:
+            seen, mine, if_both = self._spent.get(side_id, (0, 0, 0))
+            if seen < len(self.messages):
+                for number in range(seen, len(self.messages)):
+                    verdict = self._verdict(self.views[side_id].side, *self.messages[number])
+                    mine |= (verdict == "never") << number
+                    if_both |= (verdict == "if both") << number
+                self._spent[side_id] = len(self.messages), mine, if_both
+            never |= mine
+            if side_id in decodes:
+                answered |= if_both
+            else:
+                deaf |= if_both
+        return net & ~(never | (answered & deaf))
+
+    def _verdict(self, side: Any, receiver: int, speaker: int, message: Any) -> str:
+        """Ids are never used again, so an answer about a closed transfer is over; an ACK is over once the record
+        has moved on; DONE and FAILED are over when only such an ACK could come of them."""
+        if isinstance(message, Ping):
+            return ""
+        leg = message.leg
+        if isinstance(side, DecodeSide):
+            closed = leg.tid not in side.lender.transfers and (leg.tid.epoch, leg.tid.seq) <= (
+                side.epoch,
+                side.lender.high,
+            )
+            if receiver != side.rank or not closed:
+                return ""
+            return "if both" if isinstance(message, Done | Failed) else "never"
+        if leg.p_rank != side.rank:
+            return ""
+        record = side.borrower.record(leg)
+        deaf = leg.p_epoch != side.epoch or (
+            record is not None and record.state not in (b.State.OPEN, b.State.DONE) and not self.exact
+        )
+        if not deaf or not isinstance(message, Ack | Done | Failed):
+            return ""
+        return "never" if isinstance(message, Ack) else "if both"
 
     def _still_watched(self, placed: frozenset, decodes: tuple[int, ...]) -> frozenset:
         """Bytes in pages that nobody will commit any more are no state."""
