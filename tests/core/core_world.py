@@ -45,7 +45,7 @@ from quiesce.core.machine import (
 )
 from quiesce.core.messages import FirstToken, Leg, Ping, TransferId
 from quiesce.core.pages import PagePool
-from quiesce.core.proofs import Proof
+from quiesce.core.proofs import LeaseKey, Proof
 
 PAGES = 6
 TRANSFER = 2  # pages of one transfer
@@ -107,7 +107,6 @@ class World:
         self.current: dict[int, Prefill] = {}  # by rank
         self.written: dict[tuple[int, int, int], Leg] = {}  # (lender epoch, page, rank) -> who wrote it last
         self.committed = self.lost = 0
-        self.taints_forgotten = 0
         self.start_decode()
         for rank in range(ranks):
             self.start_prefill(rank)
@@ -421,6 +420,11 @@ class World:
             for record in prefill.borrower.all_records():
                 pending = [f for f in self.flying if f.epoch == prefill.epoch and f.post.leg == record.leg]
                 assert record.count == sum(1 for flight in pending if not flight.told)
+
+        for flight in self.flying:
+            leg, prefill = flight.post.leg, self.prefills[flight.epoch]
+            if prefill.alive and not flight.over and self.decode.ledger.has(LeaseKey.write(leg)):
+                assert prefill.borrower.record(leg) is not None, f"{leg} was forgotten while the lender holds for it"
 
     def quiesce(self) -> None:
         """Everything that can end ends: no loss, no new work, every clock ticks, every fence that exists is had."""
