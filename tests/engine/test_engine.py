@@ -13,6 +13,8 @@ from quiesce.engine.batch import Row
 from quiesce.engine.engine import Engine
 from quiesce.engine.errors import EngineError, NonFiniteLogits
 
+PENALISED = Sampling(9, repetition_penalty=1.1)
+
 
 @pytest.mark.parametrize(
     ("rows", "words"),
@@ -27,6 +29,13 @@ from quiesce.engine.errors import EngineError, NonFiniteLogits
         ([Row([5], 0, [-1], GREEDY)], r"page outside 0\.\.127"),
         ([Row([5], 0, [3], GREEDY), Row([6], 0, [3], GREEDY)], "both write page 3"),
         ([Row([5], 0, [3], Sampling(1, top_p=7.0))], "top_p"),
+        ([Row([5], 0, [3], PENALISED)], "0 tokens are the prompt"),
+        ([Row([5], 0, [3], PENALISED, history=[5], prompt_tokens=2)], "2 tokens are the prompt"),
+        ([Row([5], 1, [3], PENALISED, history=[5], prompt_tokens=1)], "history of 1 tokens, but 2"),
+        ([Row([5], 0, [3], PENALISED, history=[6], prompt_tokens=1)], "not its own"),
+        ([Row([5], 0, [3], history=[5], prompt_tokens=2, prompt_logprobs=0)], "history of 1 tokens, but 2"),
+        ([Row([5], 0, [3], history=[5, 512], prompt_tokens=2, prompt_logprobs=0)], r"prompt token outside 0\.\.511"),
+        ([Row([5], 0, [3], Sampling(1, logit_bias=((512, 1.0),)))], "logit_bias of token 512"),
     ],
 )
 def test_a_row_that_makes_no_sense_is_refused_before_anything_is_written(
@@ -52,14 +61,15 @@ def test_no_rows_is_no_work(engine: Engine) -> None:
 
 def test_a_step_runs_in_another_thread_and_repeats_itself(engine: Engine) -> None:
     prompt = prompt_of(40)
-    row = Row(prompt, 0, scattered_pages(engine, 40), Sampling(1, temperature=1.0, seed=5), logprob=True)
+    row = Row(prompt, 0, scattered_pages(engine, 40), Sampling(1, temperature=1.0, seed=5, logprobs=3))
     here = engine.run([row])
     with ThreadPoolExecutor(1) as pool:
         there = pool.submit(engine.run, [row]).result()
     assert here == there
-    assert here[0] is not None
-    assert here[0].logprob is not None
-    assert here[0].logprob < 0
+    assert here[0].sampled is not None
+    assert here[0].sampled.logprob is not None
+    assert here[0].sampled.logprob.logprob < 0
+    assert len(here[0].sampled.logprob.top) == 3
 
 
 def test_non_finite_logits_name_their_rows_and_the_rest_can_be_repeated(engine: Engine) -> None:
@@ -105,3 +115,10 @@ def test_the_arena_holds_what_another_engine_needs_to_go_on(tiny: Path) -> None:
     _, here = prefill.logits([Row([first], 40, [5, 1, 6], GREEDY)])
     _, there = decode.logits([Row([first], 40, [0, 7, 3], GREEDY)])
     assert np.array_equal(here, there)
+
+
+def test_a_warm_up_leaves_the_pool_as_it_was(tiny: Path) -> None:
+    engine = Engine(tiny, dtype="float32", pool_pages=8)
+    engine.warm_up()
+    assert not engine.kv.tensor.any()
+    Engine(tiny, dtype="float32", page_size=1, pool_pages=1).warm_up()

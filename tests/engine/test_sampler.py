@@ -1,12 +1,14 @@
 """The sampler draws from exactly the distribution that was asked for, by seed and position alone."""
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from quiesce.core.messages import Sampling
 from quiesce.engine.errors import EngineError
-from quiesce.engine.sampler import check_sampling, sample, uniform
+from quiesce.engine.logprobs import token_logprob
+from quiesce.engine.sampler import Sampled, check_sampling, sample, uniform
 
 DRAWS = 4000
 
@@ -16,10 +18,11 @@ def logits_of(vocab: int, spread: float, seed: int = 0) -> np.ndarray:
 
 
 def wanted_distribution(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """By sorting everything in float64: temperature, then top-k, then top-p."""
+    """By sorting everything in float64: temperature, then min-p, then top-k, then top-p."""
     scaled = logits.astype(np.float64) / sampling.temperature
     order = np.lexsort((np.arange(len(logits)), -scaled))
     p = np.exp(scaled - scaled.max())
+    p[p < sampling.min_p] = 0
     if sampling.top_k:
         p[order[sampling.top_k :]] = 0
     p /= p.sum()
@@ -36,6 +39,8 @@ def wanted_distribution(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
         Sampling(1, temperature=1.5, top_k=7),
         Sampling(1, temperature=1.0, top_k=40, top_p=0.5),
         Sampling(1, temperature=30.0, top_p=0.9),
+        Sampling(1, temperature=1.0, min_p=0.1),
+        Sampling(1, temperature=2.0, min_p=0.02, top_k=90, top_p=0.8),
     ],
 )
 def test_draws_follow_the_distribution(sampling: Sampling) -> None:
@@ -93,13 +98,26 @@ def test_the_uniform_depends_on_seed_and_position_and_is_even() -> None:
     assert uniform(-1, 0) == uniform(2**64 - 1, 0)
 
 
-def test_logprob_is_that_of_the_unmodified_model() -> None:
+@pytest.mark.parametrize(
+    "wish", [Sampling(1, logprobs=5), Sampling(1, temperature=2.0, top_k=50, seed=4, logprobs=5)]
+)
+def test_logprobs_are_those_of_the_unmodified_model(wish: Sampling) -> None:
     logits = logits_of(49152, 3.0)
     expected = torch.log_softmax(torch.from_numpy(logits).double(), -1)
-    for sampling in (Sampling(1), Sampling(1, temperature=2.0, top_k=50, seed=4)):
-        drawn = sample(logits, sampling, 3, logprob=True)
-        assert drawn.logprob == pytest.approx(float(expected[drawn.token]), abs=1e-5)
-    assert sample(logits, Sampling(1), 3).logprob is None
+    best = torch.topk(expected, 5)
+    drawn = sample(logits, wish, 3)
+    assert drawn.logprob is not None
+    assert drawn.logprob.logprob == pytest.approx(float(expected[drawn.token]), abs=1e-5)
+    assert [token for token, _ in drawn.logprob.top] == best.indices.tolist()
+    assert [value for _, value in drawn.logprob.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+    assert sample(logits, msgspec.structs.replace(wish, logprobs=None), 3) == Sampled(drawn.token)
+
+
+def test_alternatives_of_equal_logits_are_ordered_by_id_and_bounded_by_the_vocabulary() -> None:
+    logits = np.array([1.0, 2.0, 2.0, 0.0, 2.0, -0.0], np.float32)
+    assert [token for token, _ in token_logprob(logits, 3, 2).top] == [1, 2]
+    assert [token for token, _ in token_logprob(logits, 3, 99).top] == [1, 2, 4, 0, 3, 5]
+    assert token_logprob(logits, 3, 0).top == ()
 
 
 @pytest.mark.parametrize(
@@ -110,8 +128,21 @@ def test_logprob_is_that_of_the_unmodified_model() -> None:
         Sampling(1, top_p=0.0),
         Sampling(1, top_p=1.5),
         Sampling(1, top_k=-2),
+        Sampling(1, min_p=1.5),
+        Sampling(1, min_p=float("nan")),
+        Sampling(1, repetition_penalty=0.0),
+        Sampling(1, presence_penalty=float("nan")),
+        Sampling(1, frequency_penalty=float("inf")),
+        Sampling(1, logit_bias=((300, 1.0),)),
+        Sampling(1, logit_bias=((-1, 1.0),)),
+        Sampling(1, logit_bias=((5, float("nan")),)),
+        Sampling(1, stop_token_ids=(300,)),
+        Sampling(1, min_tokens=-1),
+        Sampling(1, min_tokens=1, stop_token_ids=tuple(range(299))),
+        Sampling(1, logprobs=-1),
+        Sampling(1, prompt_logprobs=-1),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(sampling: Sampling) -> None:
     with pytest.raises(EngineError):
-        check_sampling(sampling)
+        check_sampling(sampling, 300, (299,))

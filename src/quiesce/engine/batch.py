@@ -12,6 +12,7 @@ from quiesce.core.messages import Sampling
 from quiesce.engine.config import ModelConfig
 from quiesce.engine.errors import EngineError
 from quiesce.engine.kv import KVPool
+from quiesce.engine.penalties import needs_history
 
 MAX_GROUP_TOKENS = 65536  # gathered, padded tokens of one decode group: bounds its scratch memory
 
@@ -22,20 +23,37 @@ class Row:
 
     `tokens` are the new ones to compute, the first at absolute position `start`; everything before must
     already be in `pages`, the page table in logical order that covers start + len(tokens). With `sample`
-    the next token, of position start + len(tokens), is drawn; that position and the seed alone make its
-    randomness. `logprob` asks for the natural log-probability of that token as the model gave it (before
-    temperature, top-k and top-p).
+    the next token, of position start + len(tokens), is drawn; the seed, that position and what is known of
+    the request make its randomness and its penalties, so any engine that is given the same draws the same.
+
+    `history` is the request's own list of prompt and answer, `prompt_tokens` of them the prompt: only read,
+    only during the step. Sampling with penalties or min_tokens needs it up to the end of this row, and
+    `prompt_logprobs` (how many alternatives; None: not wanted) the whole prompt: the row then returns
+    log-probabilities for those of positions start + 1 to start + len(tokens) that are the prompt's.
     """
 
     tokens: Sequence[int]
     start: int
     pages: Sequence[int]
     sample: Sampling | None = None
-    logprob: bool = False
+    history: Sequence[int] = ()
+    prompt_tokens: int = 0
+    prompt_logprobs: int | None = None
 
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
+
+    @property
+    def scored(self) -> int:
+        """How many of the row's tokens are followed by a prompt token whose log-probability is wanted."""
+        if self.prompt_logprobs is None:
+            return 0
+        return max(0, min(self.end, self.prompt_tokens - 1) - self.start)
+
+    def known(self) -> Sequence[int]:
+        """The history up to the end of this row; the list itself where it ends there."""
+        return self.history if len(self.history) == self.end else self.history[: self.end]
 
 
 @dataclass(frozen=True)
@@ -72,6 +90,7 @@ class Batch:
     chunks: list[Chunk]
     wanted: torch.Tensor  # flat tokens whose logits are needed
     samplers: list[int]  # the row each wanted token belongs to
+    firsts: dict[int, int]  # row -> its first flat token
 
 
 def check_rows(rows: Sequence[Row], config: ModelConfig, kv: KVPool, context_length: int) -> None:
@@ -85,6 +104,7 @@ def check_rows(rows: Sequence[Row], config: ModelConfig, kv: KVPool, context_len
             raise EngineError(f"{what} has a token outside 0..{config.vocab_size - 1}")
         if row.end > context_length:
             raise EngineError(f"{what} ends past the context length of {context_length}")
+        _check_history(row, what, config.vocab_size)
         needed = -(-row.end // kv.page_size)
         if len(row.pages) < needed:
             raise EngineError(f"{what} has {len(row.pages)} pages, but {needed} of {kv.page_size} are needed")
@@ -93,6 +113,22 @@ def check_rows(rows: Sequence[Row], config: ModelConfig, kv: KVPool, context_len
         for page in row.pages[row.start // kv.page_size : needed]:
             if writer.setdefault(page, number) != number:
                 raise EngineError(f"{what} and row {writer[page]} both write page {page}")
+
+
+def _check_history(row: Row, what: str, vocab_size: int) -> None:
+    """Penalties over the wrong tokens are wrong answers that nobody sees, so a row must bring the right ones."""
+    drawn = row.sample is not None and needs_history(row.sample)
+    if not drawn and row.prompt_logprobs is None:
+        return
+    if row.prompt_tokens < 1 or (drawn and row.prompt_tokens > row.end):
+        raise EngineError(f"{what} says that {row.prompt_tokens} tokens are the prompt's")
+    needed = max(row.end if drawn else 0, row.prompt_tokens)
+    if len(row.history) < needed:
+        raise EngineError(f"{what} has a history of {len(row.history)} tokens, but {needed} are needed")
+    if row.end <= len(row.history) and row.history[row.end - 1] != row.tokens[-1]:
+        raise EngineError(f"{what} has a history that is not its own: token {row.end - 1} differs")
+    if row.scored and not 0 <= row.history[row.start + row.scored] < vocab_size:
+        raise EngineError(f"{what} is followed by a prompt token outside 0..{vocab_size - 1}")
 
 
 def plan(rows: Sequence[Row], kv: KVPool, *, deterministic: bool, block: int, device: torch.device) -> Batch:
@@ -133,6 +169,7 @@ def plan(rows: Sequence[Row], kv: KVPool, *, deterministic: bool, block: int, de
         chunks=chunks,
         wanted=tensor(ends[wanted] - 1),
         samplers=[order[at] for at in wanted],
+        firsts=dict(zip(order, (ends - lengths).tolist(), strict=True)),
     )
 
 

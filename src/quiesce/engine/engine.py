@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from quiesce.core.messages import Sampling, TokenLogprob
 from quiesce.engine.attention import EXACT_BLOCK
-from quiesce.engine.batch import Row, check_rows, plan
+from quiesce.engine.batch import Batch, Row, check_rows, plan
 from quiesce.engine.config import dtype_of, fingerprint, read_config
 from quiesce.engine.errors import EngineError, NonFiniteLogits
 from quiesce.engine.kv import KVPool
+from quiesce.engine.logprobs import token_logprob
 from quiesce.engine.model import Llama
+from quiesce.engine.penalties import needs_history
 from quiesce.engine.sampler import Sampled, check_sampling, sample
 from quiesce.engine.weights import load_weights
+
+SCORED_AT_ONCE = 64  # positions whose logits are held at a time for prompt log-probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a row gave: `sampled` if it asked for a token, `prompt_logprobs` of the positions from start + 1."""
+
+    sampled: Sampled | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Engine:
@@ -67,34 +81,90 @@ class Engine:
             )
 
     def step(self, rows: Sequence[Row]) -> list[int | None]:
-        """`run`, tokens only."""
-        return [None if result is None else result.token for result in self.run(rows)]
+        """`run`, drawn tokens only."""
+        return [result.sampled.token if result.sampled else None for result in self.run(rows)]
 
-    def run(self, rows: Sequence[Row]) -> list[Sampled | None]:
-        """Compute every row's tokens into its pages and draw a token for each row that asks for one.
+    def run(self, rows: Sequence[Row]) -> list[Result]:
+        """Compute every row's tokens into its pages; draw a token for each row that asks for one.
 
         Rows of one and of many tokens may be mixed. A repeated step writes the same. Raises EngineError
         before anything is written when a row is not valid, and NonFiniteLogits after.
         """
-        results: list[Sampled | None] = [None] * len(rows)
-        samplers, logits = self.logits(rows)
-        bad = [number for number, line in zip(samplers, logits, strict=True) if not np.isfinite(line).all()]
+        self._check(rows)
+        if not rows:
+            return []
+        with torch.inference_mode():
+            batch = self._plan(rows)
+            hidden = self._model.forward(batch, self.kv)
+            lines = _as_numpy(self._model.logits(hidden[batch.wanted]))
+            bad = {number for number, line in zip(batch.samplers, lines, strict=True) if not np.isfinite(line).all()}
+            scores = {
+                n: self._prompt_logprobs(row, n, batch, hidden, bad) for n, row in enumerate(rows) if row.scored
+            }
         if bad:
             raise NonFiniteLogits(sorted(bad))
-        for number, line in zip(samplers, logits, strict=True):
-            row = rows[number]
-            assert row.sample is not None
-            results[number] = sample(line, row.sample, row.end, logprob=row.logprob)
-        return results
+        drawn = {n: self._draw(rows[n], line) for n, line in zip(batch.samplers, lines, strict=True)}
+        return [Result(drawn.get(n), scores.get(n, ())) for n in range(len(rows))]
 
     def logits(self, rows: Sequence[Row]) -> tuple[list[int], np.ndarray]:
         """As `run`, short of drawing: the indexes of the rows that sample, and float32 [those, vocab]."""
-        check_rows(rows, self.model_config, self.kv, self.context_length)
-        for row in rows:
-            if row.sample is not None:
-                check_sampling(row.sample)
+        self._check(rows)
         if not rows:
             return [], np.empty((0, self.model_config.vocab_size), np.float32)
         with torch.inference_mode():
-            batch = plan(rows, self.kv, deterministic=self.deterministic, block=self._block, device=self._device)
-            return batch.samplers, self._model.forward(batch, self.kv).float().cpu().numpy()
+            batch = self._plan(rows)
+            hidden = self._model.forward(batch, self.kv)
+            return batch.samplers, _as_numpy(self._model.logits(hidden[batch.wanted]))
+
+    def warm_up(self, tokens: int = 512) -> None:
+        """Run a prompt of up to `tokens` and a few single tokens, so that the first request does not pay for it.
+
+        It writes the pool's first pages and zeroes them: call it before any page is in use.
+        """
+        size = self.kv.page_size
+        tokens = min(tokens, self.context_length - 1, self.kv.pages * size - 1)
+        if tokens < 1:
+            return
+        pages = list(range(-(-(tokens + 1) // size)))
+        wish = Sampling(max_tokens=2, temperature=1.0, top_p=0.9)
+        self.run([Row([0] * tokens, 0, pages, wish)])
+        self.run([Row([0], tokens, pages, wish)])
+        self.run([Row([0], 0, [page], wish) for page in pages])
+        with torch.inference_mode():
+            self.kv.clear(torch.tensor(pages, device=self._device))
+
+    def _check(self, rows: Sequence[Row]) -> None:
+        check_rows(rows, self.model_config, self.kv, self.context_length)
+        for row in rows:
+            if row.sample is not None:
+                check_sampling(row.sample, self.model_config.vocab_size, self.eos_ids)
+
+    def _plan(self, rows: Sequence[Row]) -> Batch:
+        return plan(rows, self.kv, deterministic=self.deterministic, block=self._block, device=self._device)
+
+    def _draw(self, row: Row, line: np.ndarray) -> Sampled:
+        assert row.sample is not None
+        known = row.known() if needs_history(row.sample) else ()
+        return sample(line, row.sample, row.end, history=known, prompt_tokens=row.prompt_tokens, eos_ids=self.eos_ids)
+
+    def _prompt_logprobs(
+        self, row: Row, number: int, batch: Batch, hidden: torch.Tensor, bad: set[int]
+    ) -> tuple[TokenLogprob, ...]:
+        """Of history[start + 1 :][:scored]. A few positions at a time: logits of a whole chunk would be large."""
+        assert row.prompt_logprobs is not None
+        first, scores = batch.firsts[number], list[TokenLogprob]()
+        for at in range(0, row.scored, SCORED_AT_ONCE):
+            count = min(SCORED_AT_ONCE, row.scored - at)
+            lines = _as_numpy(self._model.logits(hidden[first + at : first + at + count]))
+            if not np.isfinite(lines).all():
+                bad.add(number)
+                break
+            following = row.history[row.start + at + 1 : row.start + at + 1 + count]
+            scores += [
+                token_logprob(line, token, row.prompt_logprobs) for line, token in zip(lines, following, strict=True)
+            ]
+        return tuple(scores)
+
+
+def _as_numpy(logits: torch.Tensor) -> np.ndarray:
+    return logits.float().cpu().numpy()

@@ -33,7 +33,7 @@ class Llama:
             check_row_invariance(weights)
 
     def forward(self, batch: Batch, kv: KVPool) -> torch.Tensor:
-        """Compute all tokens, write their K and V, and return logits [len(batch.wanted), vocab]."""
+        """Compute all tokens, write their K and V, and return hidden states [tokens, hidden] for `logits`."""
         weights, eps = self.weights, self.config.norm_eps
         kv.clear(batch.cleared)
         shape = (self.config.hidden_size,)
@@ -46,9 +46,10 @@ class Llama:
             x += F.linear(attended, layer.out)
             gate, up = F.linear(F.rms_norm(x, shape, layer.mlp_norm, eps), layer.gate_up).chunk(2, -1)
             x += F.linear(F.silu(gate).mul_(up), layer.down)
-        return self._logits(x[batch.wanted])
+        return x
 
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Hidden states [n, hidden] from `forward` -> [n, vocab]."""
         wanted = x.shape[0]
         if not wanted:
             return x.new_empty((0, self.config.vocab_size))
