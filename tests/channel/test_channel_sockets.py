@@ -62,6 +62,20 @@ def test_a_refusal_is_final_for_a_link_and_a_new_one_gets_in_once_the_ring_knows
     assert wait_for(bench.link(listener.endpoint, keys=keys).state_changes) == [LinkEvent.UP]
 
 
+def test_h16_the_key_of_a_replaced_process_opens_no_session_under_the_old_name(bench: Bench) -> None:
+    listener = bench.listen()
+    successor = KeyPair.generate()
+    bench.ring.add("client", successor.public)
+    predecessor = bench.link(listener.endpoint)
+    assert wait_for(predecessor.state_changes) == [LinkEvent.DOWN]
+    assert not predecessor.send(Registered(router_epoch=1))
+    link = bench.link(listener.endpoint, keys=successor)
+    assert wait_for(link.state_changes) == [LinkEvent.UP]
+    assert link.send(Registered(router_epoch=2))
+    (received,) = wait_for(listener.receive)
+    assert (received.user, received.message) == (successor.public, Registered(router_epoch=2))
+
+
 def test_a_link_that_expects_another_server_goes_down(bench: Bench) -> None:
     listener = bench.listen()
     link = bench.link(listener.endpoint, server=KeyPair.generate().public)
