@@ -6,8 +6,9 @@ from typing import Any
 
 from quiesce.core.borrower import Outcome
 from quiesce.core.machine import Timer
-from quiesce.core.messages import Leg, Ping, TransferId
-from quiesce.lab.checker.model import Model, State, Step
+from quiesce.core.messages import Leg, Offer, Ping, Refused, TransferId
+from quiesce.lab.checker.model import Model
+from quiesce.lab.checker.processes import Event, State, Step
 from quiesce.lab.checker.search import Result
 
 OUTCOMES = {
@@ -30,7 +31,7 @@ class Teller:
         self.model: Model = result.model
         self.names: dict[TransferId, str] = {}
         for _, _, message in self.model.messages:  # a room is the request's number in its world
-            if hasattr(message, "room"):
+            if isinstance(message, Offer):
                 self.names[message.leg.tid] = chr(ord("A") + message.room)
 
     def lines(self) -> list[str]:
@@ -69,12 +70,12 @@ class Teller:
         kind = type(message).__name__.upper().replace("NEVERSTARTED", "NEVER_STARTED")
         if isinstance(message, Ping):
             return f"PING (open up to {message.high}: {', '.join(map(str, message.open_seqs)) or 'none'})"
-        reason = f", {message.reason}" if kind == "REFUSED" else ""
+        reason = f", {message.reason}" if isinstance(message, Refused) else ""
         return f"{kind}({self._name(message.leg.tid)}{reason})"
 
     # ------------------------------------------------------------ lines
 
-    def _line(self, state: State, event: tuple) -> str:
+    def _line(self, state: State, event: Event) -> str:
         match event:
             case ("at", at, int(number)):
                 speaker = self.model.messages[number][1]
@@ -115,7 +116,7 @@ class Teller:
         use = f"{owner} is reading" if holder[1] else f"belongs to {owner}"
         return f"{name}'s bytes from {self._rank(flight.leg.p_epoch)} land in page {page}, which {use}: damage"
 
-    def _local(self, event: tuple) -> str:  # noqa: PLR0912 - one case an event
+    def _local(self, event: Event) -> str:  # noqa: PLR0912 - one case an event
         match event:
             case ("publish", tid, rank):
                 return f"offers {self._name(tid)}" + (f" to P{rank}" if self.model.world.prefills > 1 else "")

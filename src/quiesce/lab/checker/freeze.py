@@ -45,7 +45,7 @@ def plain(message: Any) -> Any:
 
 
 @cache
-def _fields(kind: type) -> tuple[str, ...]:
+def _fields(kind: Any) -> tuple[str, ...]:
     if dataclasses.is_dataclass(kind):
         return tuple(field.name for field in dataclasses.fields(kind))
     return tuple(name for base in kind.__mro__ for name in getattr(base, "__slots__", ()))
@@ -65,5 +65,5 @@ def freeze(thing: Any, without: frozenset[str] = NOT_STATE) -> Any:
         return tuple([freeze(item, without) for item in thing])
     if isinstance(thing, bytearray):
         return bytes(thing)
-    names = _fields(type(thing)) or tuple(vars(thing))
+    names = _fields(thing.__class__) or tuple(vars(thing))
     return tuple([freeze(getattr(thing, name), without) for name in names if name not in without])

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 
 from quiesce.core import lender as d
 from quiesce.core.machine import Timer
-from quiesce.lab.checker.model import LOOSE, Model, Move, State
-from quiesce.lab.checker.search import Progress, Result, path_to
+from quiesce.lab.checker.model import Model, Move
+from quiesce.lab.checker.processes import LOOSE, Event, State
+from quiesce.lab.checker.search import Came, Progress, Result, path_to
 from quiesce.lab.worlds import World
 
 OWED = "left to themselves, the processes never end it: a transfer or its source pages stay for ever"
@@ -50,9 +51,9 @@ class Runner:
         self.model = model
         self.good: set[State] = set()
 
-    def stuck(self, state: State) -> list[tuple[State, tuple]] | None:
+    def stuck(self, state: State) -> list[tuple[State, Event]] | None:
         """None: all is settled in the end. Otherwise the run, up to where it repeats itself or a rule breaks."""
-        run: dict[State, tuple] = {}
+        run: dict[State, Event] = {}
         while state not in self.good and not settled(self.model, state):
             move = None if state in run else next(self._ways(state), None)
             if move is None or move.state is None:
@@ -111,7 +112,7 @@ def search_live(world: World, *, limit: int | None = None, progress: Progress | 
     result = Result(world, model=model)
     began = time.perf_counter()
     first = model.start()
-    came: dict[State, tuple[State, tuple] | None] = {first: None}
+    came: Came = {first: None}
     layer, asked = [first], set()
     while layer:
         after: list[State] = []
@@ -141,7 +142,7 @@ def search_live(world: World, *, limit: int | None = None, progress: Progress | 
     return _stop(result, came, began, None, [])
 
 
-def _stop(result: Result, came: dict, began: float, broken: str | None, story: list) -> Result:
+def _stop(result: Result, came: Came, began: float, broken: str | None, story: list[tuple[State, Event]]) -> Result:
     result.broken, result.story = broken, story
     result.states = len(came)
     result.seconds = time.perf_counter() - began

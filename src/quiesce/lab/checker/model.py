@@ -1,220 +1,45 @@
-"""The global state of one world and its successors.
-
-A global state is a tuple of small integers: frozen processes, messages and posts are interned, and a process's
-step is computed once, by the real classes, for each (frozen process, event). That makes the search fast without
-a copy of any rule: forgetting the cache changes nothing but the time.
-
-state = (decode ids, prefill ids, sent messages as a bit set, posts, placed, budgets)
-"""
+"""The successors of a global state: deliveries, steps of the processes, outcomes of posts, fences and crashes."""
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from quiesce.core import borrower as b
 from quiesce.core import lender as d
 from quiesce.core.borrower import Outcome
-from quiesce.core.machine import Post, Timer
-from quiesce.core.messages import Accept, Ack, Busy, Done, Failed, HandOff, Leg, Ping, TransferId
-from quiesce.core.proofs import Borrowing
-from quiesce.lab.checker.freeze import COUNTED, NOT_STATE, PACING, freeze, plain
-from quiesce.lab.checker.sides import DecodeSide, PrefillSide, token_of
-from quiesce.lab.invariants import GLOBAL, broken
-from quiesce.lab.worlds import World
-
-State = tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...], frozenset, tuple[int, ...]]
-FOREIGN, SOURCE, COVERED, HOLE, RESULT, GIVEN_UP, LATE, RAISES = GLOBAL
-BUDGETS = (
-    "unknown",
-    "failed",
-    "fault",
-    "crash_p",
-    "crash_d",
-    "suspect",
-    "unfenced",
-    "pings",
-    "stray",
-    "short",
+from quiesce.core.machine import Timer
+from quiesce.core.messages import Leg, TransferId
+from quiesce.lab.checker.processes import (
+    BUDGETS,
+    COVERED,
+    FLYING,
+    FOREIGN,
+    GIVEN_UP,
+    HOLE,
+    LOOSE,
+    REFUSED,
+    RESULT,
+    SOURCE,
+    Event,
+    Flight,
+    Processes,
+    State,
+    Step,
 )
+from quiesce.lab.checker.sides import DecodeSide, PrefillSide, token_of
+
 UNFAIR = ("reserve", "end", "fault")  # a client, a router, bad luck: nobody may wait for them
-FLYING, REFUSED, LOOSE = 0, 1, 2  # no outcome yet; refused by a fence; ended UNKNOWN or orphaned, may still land
-
-
-class Flight(NamedTuple):
-    """One post as the network sees it."""
-
-    leg: Leg
-    first: int
-    destination: tuple[int, ...]
-    source: tuple[int, ...]
-    generation: int
-
-
-class Step(NamedTuple):
-    side: int
-    sends: int  # bit set of interned messages
-    posts: tuple[int, ...]
-    commits: tuple
-    fault: str | None
-
-
-class View(NamedTuple):
-    """What the search needs to know of a frozen process, looked up once."""
-
-    epoch: int
-    may: tuple
-    holders: dict[int, tuple[TransferId, bool]]  # page -> (transfer, is a running request reading it)
-    covered: frozenset  # legs with an open write lease; transfers with a foreign one
-    content: dict[int, TransferId]
-    generations: dict[int, int]
-    side: Any
 
 
 class Move(NamedTuple):
-    event: tuple
+    event: Event
     state: State | None  # None: the move itself breaks a rule
     broken: str | None = None
     fair: bool = True  # happens in the end, without luck, malice or a new request
 
 
-class Model:
-    """`strict` also wants every byte in flight covered by a lease; without it only visible damage counts.
-    `paced` keeps what decides how often something is repeated: liveness needs it."""
-
-    def __init__(self, world: World, *, strict: bool = True, paced: bool = False) -> None:
-        self.world = world
-        self.strict = strict
-        self.paced = paced
-        self.sides: list[bytes] = []
-        self.views: list[View] = []
-        self._side_ids: dict[Any, int] = {}
-        self.messages: list[tuple[int, int, HandOff | Ping]] = []  # (receiver, speaker's epoch, message)
-        self._message_ids: dict[Any, int] = {}
-        self.inbox: list[int] = [0] * (world.decodes + world.prefills)  # receiver -> mask of its messages
-        self.flights: list[Flight] = []
-        self._flight_ids: dict[Flight, int] = {}
-        self.keeps_late = world.late or world.exact
-        self.exact = paced or world.exact
-        if world.exact:
-            self._without, self._unsaid = NOT_STATE, ()
-        elif paced:
-            self._without, self._unsaid = NOT_STATE | COUNTED, (Busy,)
-        else:
-            self._without, self._unsaid = NOT_STATE | COUNTED | PACING, (Accept, Busy)
-        self.unarmed = self._pointless_timers()
-        self._spent: dict[int, tuple[int, int, int]] = {}  # side -> (messages looked at, masks)
-        self._steps: dict[tuple[int, Any], Step] = {}
-        self.real_steps = 0
-
-    # ------------------------------------------------------------ interning
-
-    def start(self) -> State:
-        world = self.world
-        peers = tuple(100 * (rank + 1) for rank in range(world.prefills))
-        decodes = tuple(self._intern(DecodeSide(world, 1, rank, peers, 0)) for rank in range(world.decodes))
-        prefills = tuple(self._intern(PrefillSide(world, epoch, rank, 1)) for rank, epoch in enumerate(peers))
-        budgets = tuple(getattr(world, name) for name in BUDGETS)
-        return decodes, prefills, 0, (), frozenset(), budgets
-
-    def _pointless_timers(self) -> tuple[Timer, ...]:
-        """Liveness waits for no deadline; and where nothing can be revoked, asking for it leads nowhere."""
-        if not self.paced:
-            return ()
-        revocable = self.world.fence or self.world.gone
-        return (Timer.DEADLINE,) if revocable else (Timer.DEADLINE, Timer.HOLD, Timer.REFENCE)
-
-    def _intern(self, side: DecodeSide | PrefillSide) -> int:
-        key = (type(side), freeze(side, self._without))
-        known = self._side_ids.get(key)
-        if known is None:
-            view = self._view(side)
-            known = self._side_ids[key] = len(self.sides)
-            self.sides.append(pickle.dumps(side))
-            self.views.append(view)
-        return known
-
-    def _view(self, side: DecodeSide | PrefillSide) -> View:
-        may = tuple(side.may(self.world, self.exact))
-        if isinstance(side, PrefillSide):
-            return View(side.epoch, may, {}, frozenset(), dict(side.content), {}, side)
-        running = {t.tid for t in side.lender.transfers.values() if t.state is d.State.COMMITTED}
-        holders = {
-            page: (tid, tid in running) for tid, holding in side.ledger._holdings.items() for page in holding.pages
-        }
-        covered: set = set()
-        for lease in side.ledger.open_leases():
-            key = lease.key
-            covered.add(key.tid if key.kind is Borrowing.FOREIGN else (key.tid, key.rank, key.epoch))
-        return View(side.epoch, may, holders, frozenset(covered), {}, dict(side.generations), side)
-
-    def _message(self, message: HandOff | Ping, speaker: int, receiver: int) -> int:
-        key = (receiver, speaker, message)
-        known = self._message_ids.get(key)
-        if known is None:
-            known = self._message_ids[key] = len(self.messages)
-            self.messages.append(key)
-            self.inbox[receiver] |= 1 << known
-        return known
-
-    def _flight(self, post: Post) -> int:
-        grant = post.grant
-        first = grant.pages.index(post.destination[0])
-        return self._intern_flight(Flight(post.leg, first, post.destination, post.source, grant.generation))
-
-    def _intern_flight(self, flight: Flight) -> int:
-        known = self._flight_ids.get(flight)
-        if known is None:
-            known = self._flight_ids[flight] = len(self.flights)
-            self.flights.append(flight)
-        return known
-
-    # ------------------------------------------------------------ one step of one process, by the real classes
-
-    def local(self, side_id: int, event: Any) -> Step:
-        key = (side_id, event)
-        step = self._steps.get(key)
-        if step is None:
-            step = self._steps[key] = self._run(side_id, event)
-        return step
-
-    def _run(self, side_id: int, event: Any) -> Step:
-        self.real_steps += 1
-        side: DecodeSide | PrefillSide = pickle.loads(self.sides[side_id])
-        if isinstance(event, int):
-            _, speaker, message = self.messages[event]
-            event = ("hear", message, speaker)
-        late = self._is_late(side, event)
-        try:
-            out = side.step(self.world, event)
-            side.timers = {timer for timer in side.timers if timer[0] not in self.unarmed}
-            fault = broken(side)
-            new = self._intern(side)
-        except Exception as error:
-            return Step(side_id, 0, (), (), f"{RAISES}: {type(error).__name__}: {error}")
-        if late and new != side_id and self.strict:
-            fault = LATE
-        sends = 0
-        for message in out.sends:
-            if isinstance(message, self._unsaid):
-                continue
-            for receiver in self._receivers(side, message):
-                sends |= 1 << self._message(plain(message), side.epoch, receiver)
-        return Step(new, sends, tuple(self._flight(post) for post in out.posts), out.commits, fault)
-
-    def _is_late(self, side: DecodeSide | PrefillSide, event: tuple) -> bool:
-        if not isinstance(side, DecodeSide) or event[0] != "hear":
-            return False
-        return event[1].leg.tid not in side.lender.transfers
-
-    def _receivers(self, side: DecodeSide | PrefillSide, message: HandOff | Ping) -> tuple[int, ...]:
-        first = self.world.decodes
-        if isinstance(message, Ping):
-            return tuple(range(first, first + self.world.prefills))
-        if isinstance(side, DecodeSide):
-            return (first + message.leg.p_rank,)
-        return (message.leg.d_rank,)
+class Model(Processes):
+    """A world in motion. A sent message stays deliverable for ever: every delay, loss, duplicate and order."""
 
     # ------------------------------------------------------------ successors
 
@@ -270,7 +95,7 @@ class Model:
                     continue  # heard it, nothing new
                 yield self._merge(state, at, number, step)
 
-    def _apply(self, state: State, at: int, event: tuple, spend: str | None = None, fair: bool | None = None) -> Move:
+    def _apply(self, state: State, at: int, event: Event, spend: str | None = None, fair: bool | None = None) -> Move:
         side_id = (state[0] + state[1])[at]
         if fair is None:
             fair = spend is None and event[0] not in UNFAIR and event[:2] != ("fire", Timer.DEADLINE)
@@ -328,49 +153,7 @@ class Model:
                 return HOLE
         return None if result == token_of(tid, 0) else RESULT
 
-    def _forget_spent(self, decodes: tuple[int, ...], prefills: tuple[int, ...], net: int) -> int:
-        """Without the messages that can never change anything again. Mutants and `late` worlds keep them."""
-        never, answered, deaf = 0, 0, 0
-        for side_id in decodes + prefills:
-            seen, mine, if_both = self._spent.get(side_id, (0, 0, 0))
-            if seen < len(self.messages):
-                for number in range(seen, len(self.messages)):
-                    verdict = self._verdict(self.views[side_id].side, *self.messages[number])
-                    mine |= (verdict == "never") << number
-                    if_both |= (verdict == "if both") << number
-                self._spent[side_id] = len(self.messages), mine, if_both
-            never |= mine
-            if side_id in decodes:
-                answered |= if_both
-            else:
-                deaf |= if_both
-        return net & ~(never | (answered & deaf))
-
-    def _verdict(self, side: Any, receiver: int, speaker: int, message: Any) -> str:
-        """Ids are never used again, so an answer about a closed transfer is over; an ACK is over once the record
-        has moved on; DONE and FAILED are over when only such an ACK could come of them."""
-        if isinstance(message, Ping):
-            return ""
-        leg = message.leg
-        if isinstance(side, DecodeSide):
-            closed = leg.tid not in side.lender.transfers and (leg.tid.epoch, leg.tid.seq) <= (
-                side.epoch,
-                side.lender.high,
-            )
-            if receiver != side.rank or not closed:
-                return ""
-            return "if both" if isinstance(message, Done | Failed) else "never"
-        if leg.p_rank != side.rank:
-            return ""
-        record = side.borrower.record(leg)
-        deaf = leg.p_epoch != side.epoch or (
-            record is not None and record.state not in (b.State.OPEN, b.State.DONE) and not self.exact
-        )
-        if not deaf or not isinstance(message, Ack | Done | Failed):
-            return ""
-        return "never" if isinstance(message, Ack) else "if both"
-
-    def _still_watched(self, placed: frozenset, decodes: tuple[int, ...]) -> frozenset:
+    def _still_watched(self, placed: frozenset[Any], decodes: tuple[int, ...]) -> frozenset[Any]:
         """Bytes in pages that nobody will commit any more are no state."""
         keep = []
         for tag in placed:
@@ -441,7 +224,7 @@ class Model:
                 posts.append(post)
         return Move(move.event, (*move.state[:3], tuple(sorted(posts)), *move.state[4:]), None, True)
 
-    def _verify(self, state: State, rank: int, side: DecodeSide, tid: TransferId, placed: frozenset) -> Move:
+    def _verify(self, state: State, rank: int, side: DecodeSide, tid: TransferId, placed: frozenset[Any]) -> Move:
         pages = len(side.ledger.pages(tid))
         right = all((rank, tid, p, index) in placed for p in range(self.world.prefills) for index in range(pages))
         return self._apply(state, rank, ("verified", tid, right))
@@ -454,7 +237,7 @@ class Model:
         epoch = side.peers[0]
         leg = Leg(tid, rank, 0, epoch)
         pages = side.ledger.pages(tid)
-        number = self._intern_flight(Flight(leg, 0, pages, (), side.generations[epoch]))
+        number = self.intern_flight(Flight(leg, 0, pages, (), side.generations[epoch]))
         posts = tuple(sorted([*move.state[3], number * 4 + LOOSE]))
         return Move(move.event, (*move.state[:3], posts, *move.state[4:]), None, False)
 
@@ -568,9 +351,8 @@ class Model:
             fresh_d = tuple(
                 self._intern(DecodeSide(world, epoch + 1, r, peers, reserved)) for r in range(len(decodes))
             )
-            left = self._bound(posts)
             spent = self._spend(budgets, "crash_d")
-            after = (fresh_d, prefills, net, left, frozenset(), spent)
+            after: State = (fresh_d, prefills, net, self._bound(posts), frozenset(), spent)
             yield Move(("crash", "D", 0, epoch), after, None, False)
 
     def _bound(self, posts: tuple[int, ...]) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from quiesce.lab.checker.model import Model, State
+from quiesce.lab.checker.model import Model
+from quiesce.lab.checker.processes import Event, State
 from quiesce.lab.worlds import World
 
 
@@ -20,10 +21,11 @@ class Result:
     real_steps: int = 0
     complete: bool = False
     broken: str | None = None
-    story: list[tuple[State, tuple]] = field(default_factory=list)  # (state before, event)
+    story: list[tuple[State, Event]] = field(default_factory=list)  # (state before, event)
     model: Model | None = None
 
 
+Came = dict[State, tuple[State, Event] | None]  # state -> (the state before, the event); None at the start
 Progress = Callable[[Result, int], bool]  # (so far, states waiting) -> go on?
 
 
@@ -35,7 +37,7 @@ def search(
     result = Result(world, model=model)
     began = time.perf_counter()
     first = model.start()
-    came: dict[State, tuple[State, tuple] | None] = {first: None}
+    came: Came = {first: None}
     layer = [first]
     while layer:
         after: list[State] = []
@@ -60,7 +62,7 @@ def search(
     return _finish(result, came, began)
 
 
-def path_to(came: dict, state: State) -> list[tuple[State, tuple]]:
+def path_to(came: Came, state: State) -> list[tuple[State, Event]]:
     """(state before, event) of every step from the start to `state`."""
     story = []
     step = came[state]
@@ -70,7 +72,7 @@ def path_to(came: dict, state: State) -> list[tuple[State, tuple]]:
     return story[::-1]
 
 
-def _finish(result: Result, came: dict, began: float) -> Result:
+def _finish(result: Result, came: Came, began: float) -> Result:
     result.states = len(came)
     result.seconds = time.perf_counter() - began
     assert result.model is not None

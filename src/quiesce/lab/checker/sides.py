@@ -6,7 +6,7 @@ later is in its attributes, so that a frozen side is a state.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from quiesce.core import borrower as b
 from quiesce.core import lender as d
@@ -31,6 +31,8 @@ from quiesce.core.messages import FirstToken, HandOff, Leg, Ping, TransferId
 from quiesce.core.pages import PagePool
 from quiesce.core.proofs import Proof
 from quiesce.lab.worlds import World
+
+Event = tuple[Any, ...]
 
 
 class Out(NamedTuple):
@@ -60,11 +62,11 @@ class DecodeSide:
         self.revokes: set[tuple[int, int, bool]] = set()
         self.reports: set[tuple[int, int, bool]] = set()  # fences that took effect, not reported yet
         self.verifying: set[TransferId] = set()
-        self.timers: set[tuple[Timer, TransferId]] = set()
+        self.timers: set[tuple[Timer, TransferId | Leg]] = set()
         self.given_up: set[TransferId] = set()
         self.said: tuple[int, tuple[int, ...]] | None = None  # the closed set of the last PING
 
-    def step(self, world: World, event: tuple) -> Out:  # noqa: PLR0912 - one case an event
+    def step(self, world: World, event: Event) -> Out:  # noqa: PLR0912 - one case an event
         out: list[Action] = []
         sends: list[HandOff | Ping] = []
         match event:
@@ -139,8 +141,8 @@ class DecodeSide:
 
     # ------------------------------------------------------------ what this process may do next by itself
 
-    def may(self, world: World, exact: bool) -> list[tuple]:
-        events: list[tuple] = []
+    def may(self, world: World, exact: bool) -> list[Event]:
+        events: list[Event] = []
         if self.reserved < len(world.requests) and self.ledger.pool.free >= world.requests[self.reserved]:
             events.append(("reserve",))
         for tid, transfer in self.lender.transfers.items():
@@ -173,9 +175,9 @@ class PrefillSide:
         self.content: dict[int, TransferId] = {}  # source page -> whose KV it holds
         self.numbers: dict[tuple[Leg, int], int] = {}  # posts without an outcome -> their number
         self.drains: set[Leg] = set()
-        self.timers: set[tuple[Timer, Leg]] = set()
+        self.timers: set[tuple[Timer, TransferId | Leg]] = set()
 
-    def step(self, world: World, event: tuple) -> Out:
+    def step(self, world: World, event: Event) -> Out:
         out: list[Action] = []
         match event:
             case ("hear", message, speaker):
@@ -265,8 +267,8 @@ class PrefillSide:
             record.posts = {new.get(number, -number) for number in record.posts}
         self.borrower._posts = len(new)
 
-    def may(self, world: World, exact: bool) -> list[tuple]:
-        events: list[tuple] = []
+    def may(self, world: World, exact: bool) -> list[Event]:
+        events: list[Event] = []
         for tid, legs in self.opened.items():
             if tid not in self.chunks:
                 if len(legs) == world.decodes and self.sources.pool.free >= self._pages(tid):

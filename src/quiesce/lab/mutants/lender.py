@@ -89,7 +89,7 @@ def h5(self: Lender, transfer: Transfer) -> bool:
 
 @mutant("H7", "H7", "a late FAILED makes an entry", arenas.FAULT, (Lender, "_heard"), strict=True)
 def h7(self: Lender, event: Heard) -> Any:
-    leg = event.message.leg
+    leg: Any = event.message.leg  # type: ignore[union-attr]
     if isinstance(event.message, Failed) and leg.tid not in self.transfers:
         self.transfers[leg.tid] = Transfer(leg.tid, 0, b"", 0, 0, {}, State.HOLDING)
     return real_heard(self, event)
@@ -129,7 +129,8 @@ def h17(self: Lender, event: Any) -> Any:
 
 @mutant("N1", "N1", "ABORT goes to one rank only", arenas.LIVE_RANKS, (Lender, "_aborts"), live=True)
 def n1(self: Lender, transfer: Transfer) -> Any:
-    return [send for send in real_aborts(self, transfer) if send.message.leg.p_rank == 0]
+    sends: list[Any] = real_aborts(self, transfer)
+    return [send for send in sends if send.message.leg.p_rank == 0]
 
 
 @mutant(
@@ -165,7 +166,7 @@ def a7(self: Lender, transfer: Transfer, leg: Any, kind: Any) -> None:
 
 @mutant("A13", "A13", "an answer counts for whoever has the room now", arenas.THREE, (Lender, "_heard"))
 def a13(self: Lender, event: Heard) -> Any:
-    leg = event.message.leg
+    leg: Any = event.message.leg  # type: ignore[union-attr]
     now = [t.published[leg.p_rank].offer.leg for t in self.transfers.values() if leg.p_rank in t.published]
     message = msgspec.structs.replace(event.message, leg=now[-1]) if now else event.message
     return real_heard(self, Heard(message, event.speaker))

@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from quiesce.core.borrower import Outcome
-from quiesce.lab.checker.model import FLYING, LOOSE, REFUSED, Model
+from quiesce.lab.checker.model import Model
+from quiesce.lab.checker.processes import FLYING, LOOSE, REFUSED
 from quiesce.lab.mutants import arenas
 from quiesce.lab.mutants.patch import mutant
 
