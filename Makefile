@@ -18,11 +18,12 @@ SUITABLE = import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for name in python3 python python3.11 python3.12 python3.13 python3.14; do \
 	if $$name -c '$(SUITABLE)' >/dev/null 2>&1; then command -v $$name; break; fi; done)
 
-.PHONY: help setup serve test quick lint format lock clean
+.PHONY: help setup serve test quick bench lint format lock clean
 help: ## show this
 	@awk -F ' ## ' '/^[a-z]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 	@printf '%s\n' '' \
 	  'ARGS="..."                 flags for quiesce serve:  make serve ARGS="--prefill 2 --port 9000"' \
+	  'ARGS="..."                 flags for the bench:      make bench ARGS=--quick (ARGS=--help lists them)' \
 	  'PYTEST_ARGS="..."          flags for pytest:         make quick PYTEST_ARGS="-k ledger"' \
 	  'PYTHON=...                 the Python (3.11 or newer) that makes the environment in $(VENV)' \
 	  'QUIESCE_TORCH_INDEX=URL    take PyTorch from this index; for a machine without a GPU this saves gigabytes:' \
@@ -61,6 +62,9 @@ test: $(TESTING) lint ## check and test everything, real model and real processe
 
 quick: $(TESTING) ## test without the slow tests
 	@$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+
+bench: $(TESTING) ## measure the engine beside transformers on one core, start-up and latency (slow; wants a quiet machine)
+	@$(BIN)/python -m bench.run $(ARGS)
 
 lint: $(TESTING) ## ruff and mypy
 	$(BIN)/ruff check .
