@@ -73,6 +73,8 @@ def test_the_first_call_prepares_and_later_calls_fetch_nothing(
         "converting to safetensors",
         "writing the manifest",
     ]
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation.items() >= {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "eos_token_id": 1}.items()
     assert shown.out == ""
     break_index(tmp_path)
     before = files_of(folder)

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
 
 from quiesce.api.errors import ApiError
-from quiesce.core.messages import Inspected, Sampling
+from quiesce.core.messages import Inspected, Sampling, TokenLogprob
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """One generation. `rid` is minted by us; `label` is the client's own id and pairs nothing."""
+    """One answer to one prompt. `rid` is minted by us; `label` is the client's own id and pairs nothing.
+
+    Asks with one `group` have the same prompt: samples of it.
+    """
 
     rid: str
     label: str
     token_ids: tuple[int, ...]
     sampling: Sampling
     deadline: float  # of the running event loop's clock, seconds
+    group: str = ""
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The one last word on a request: a finish reason, or an error."""
+    """The one last word on an answer: a finish reason, or an error."""
 
     finish_reason: Literal["stop", "length"] | None = None
     error: ApiError | None = None
@@ -29,21 +34,26 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Delivery(msgspec.Struct, frozen=True):
+    """What has arrived of one answer."""
+
+    index: int
     token_ids: list[int]
+    logprobs: list[TokenLogprob]  # one for each token when they were asked for
+    prompt: list[TokenLogprob | None]  # all of them, in the first delivery, when they were asked for
     verdict: Verdict | None = None  # when set, nothing follows
 
 
-class Call(Protocol):
-    """A running request."""
+class Work(Protocol):
+    """The answers of one client request, running. One that fails ends all."""
 
-    async def next(self) -> Delivery:
-        """All tokens that arrived since the last call; waits for at least one or the verdict."""
+    async def next(self) -> list[Delivery]:
+        """All that arrived since the last call, at most one delivery for each answer; waits for at least one."""
 
-    def satisfied(self) -> None:
-        """The answer is whole (a stop string was found): end the work, it counts as a success."""
+    def satisfied(self, index: int) -> None:
+        """This answer is whole (a stop string was found): end its work, it counts as a success."""
 
     def abandon(self, reason: str) -> None:
-        """The client is gone: end the work. Harmless after the verdict."""
+        """The client is gone: end the work. Harmless after the verdicts."""
 
 
 class Backend(Protocol):
@@ -53,8 +63,8 @@ class Backend(Protocol):
     def refusal(self) -> ApiError | None:
         """Why no new work is taken just now, or None."""
 
-    def open(self, ask: Ask) -> Call:
-        """Sends the request to workers. Raises ApiError (503) when that cannot be done."""
+    def open(self, asks: Sequence[Ask]) -> Work:
+        """Sends all to workers, or none: then raises ApiError (503). Answers are numbered as their asks."""
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """(can answer, detail for people and probes as JSON-able)"""

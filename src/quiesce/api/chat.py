@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from quiesce.api.defaults import sampling_defaults
 from quiesce.api.detokenize import Vocabulary
 from quiesce.api.errors import ApiError, invalid
 
@@ -46,7 +47,12 @@ class TextModel:
         self._tokenizer.no_padding()
         self.vocabulary = Vocabulary(self._tokenizer)
         self.vocabulary_size = _embedding_rows(folder) or self._tokenizer.get_vocab_size()
-        self.eos_ids = _eos_ids(folder)
+        generation = _read(folder / "generation_config.json")
+        self.eos_ids = _eos_ids(generation, _read(folder / "config.json"))
+        try:
+            self.sampling_defaults = sampling_defaults(generation)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from None
         self._longest_token = _longest_token(self._tokenizer)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
 
@@ -57,39 +63,57 @@ class TextModel:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def encode(self, prompt: str | list[int] | list[dict[str, str]], limit: int) -> tuple[int, ...]:
+    async def encode(
+        self, prompt: str | list[int] | list[dict[str, str]], limit: int, where: str = "prompt"
+    ) -> tuple[int, ...]:
         """Token ids of a text, of ids (checked against the vocabulary), or of chat messages.
 
         Raises ApiError 400 when there are none, when the chat template refuses, or at once when the prompt is
-        so long that it cannot be within `limit` tokens.
+        so long that it cannot be within `limit` tokens. `where`: which prompt of several the error is about.
         """
         if isinstance(prompt, str):
-            self._refuse_hopeless("prompt", len(prompt.encode()), limit)
-            ids = await self._in_thread(lambda: self._tokenizer.encode(prompt, add_special_tokens=True).ids)
+            self._refuse_hopeless(where, len(prompt.encode()), limit)
+            ids = await self.encode_text(prompt)
         elif isinstance(prompt[0], int):
-            return self._checked(prompt)
+            return self.checked(prompt, where)
         else:
             messages: list[dict[str, str]] = prompt
-            self._refuse_hopeless("messages", sum(len(m["content"].encode()) for m in messages), limit)
-            ids = await self._in_thread(lambda: self._encode_chat(messages))
+            where = "messages"
+            self._refuse_hopeless(where, sum(len(m["content"].encode()) for m in messages), limit)
+            ids = await self.encode_chat(messages)
         if not ids:
-            raise invalid("prompt", "must not be empty: it has no tokens")
+            raise invalid(where, "must not be empty: it has no tokens")
         return tuple(ids)
 
-    def _encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    async def encode_text(self, text: str, special: bool = True) -> list[int]:
+        """`special`: with the tokens that the tokenizer puts around a text."""
+        return await self._in_thread(lambda: self._tokenizer.encode(text, add_special_tokens=special).ids)
+
+    async def encode_chat(self, messages: list[dict[str, str]], open_answer: bool = True) -> list[int]:
+        """`open_answer`: with the words that make the model answer. Raises ApiError 400."""
+        return await self._in_thread(lambda: self._encode_chat(messages, open_answer))
+
+    async def decode(self, ids: list[int]) -> str:
+        """The text of ids, special tokens written out. Raises ApiError 400 for an id out of the vocabulary."""
+        checked = self.checked(ids, "tokens")
+        return await self._in_thread(lambda: self._tokenizer.decode(checked, skip_special_tokens=False))
+
+    def _encode_chat(self, messages: list[dict[str, str]], open_answer: bool) -> list[int]:
         if not self.has_chat_template:
             raise invalid("messages", "this model has no chat template; use /v1/completions", "no_chat_template")
         try:
-            text = self._wrapper.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self._wrapper.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_answer)
         except (TemplateError, TypeError, ValueError) as error:
             raise invalid("messages", f"the model's chat template refused them: {error}") from None
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def _checked(self, ids: list[int]) -> tuple[int, ...]:
-        for id in ids:
+    def checked(self, ids: Iterable[int], where: str) -> tuple[int, ...]:
+        """The ids, when all are in the vocabulary; else ApiError 400 about the field `where`."""
+        found = tuple(ids)
+        for id in found:
             if not 0 <= id < self.vocabulary_size:
-                raise invalid("prompt", f"token ids must be between 0 and {self.vocabulary_size - 1}, got {id}"[:200])
-        return tuple(ids)
+                raise invalid(where, f"token ids must be between 0 and {self.vocabulary_size - 1}, got {id}"[:200])
+        return found
 
     def _refuse_hopeless(self, param: str, size: int, limit: int) -> None:
         """No token is longer than the longest, so megabytes need not be tokenized to be refused."""
@@ -123,11 +147,11 @@ def _embedding_rows(folder: Path) -> int | None:
     return rows if isinstance(rows, int) else None
 
 
-def _eos_ids(folder: Path) -> tuple[int, ...]:
+def _eos_ids(generation: dict[str, Any], config: dict[str, Any]) -> tuple[int, ...]:
     """The ids that end an answer, as the engine reads them."""
-    found = _read(folder / "generation_config.json").get("eos_token_id")
+    found = generation.get("eos_token_id")
     if found is None:
-        found = _read(folder / "config.json").get("eos_token_id")
+        found = config.get("eos_token_id")
     return tuple(id for id in (found if isinstance(found, list) else [found]) if isinstance(id, int))
 
 

@@ -12,6 +12,7 @@ import codecs
 import json
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -35,6 +36,7 @@ class Vocabulary:
         decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
         chain = decoder.get("decoders", [decoder])
         self.byte_level = [link.get("type") for link in chain] == ["ByteLevel"]
+        self._spaced = any(_writes_spaces(link) for link in chain)
         self._alphabet = byte_alphabet()
         self._bytes: dict[int, bytes] = {}
 
@@ -49,11 +51,29 @@ class Vocabulary:
             self._bytes[id] = known
         return known
 
+    def shown(self, id: int) -> tuple[str, bytes]:
+        """A token by itself, for people: its text and its bytes. Bytes that are no text are written `\\xe2\\x80`."""
+        if self.byte_level:
+            raw = self.token_bytes(id)
+        else:
+            token = self.tokenizer.id_to_token(id) or ""
+            byte = BYTE_TOKEN.fullmatch(token)
+            raw = bytes([int(token[3:5], 16)]) if byte else token.replace("▁", " " if self._spaced else "▁").encode()
+        try:
+            return raw.decode(), raw
+        except UnicodeDecodeError:
+            return "".join(f"\\x{byte:02x}" for byte in raw), raw
+
     def is_byte(self, id: int) -> bool:
         return BYTE_TOKEN.fullmatch(self.tokenizer.id_to_token(id) or "") is not None
 
     def detokenizer(self) -> Detokenizer:
         return ByteLevelDetokenizer(self) if self.byte_level else WindowDetokenizer(self)
+
+
+def _writes_spaces(link: dict[str, Any]) -> bool:
+    """A decoder that turns SentencePiece's mark into a space."""
+    return link.get("type") == "Metaspace" or (link.get("pattern") or {}) == {"String": "▁"}
 
 
 class Detokenizer:
@@ -124,8 +144,11 @@ class StopMatcher:
         self._held = ""
         self.found = False
 
-    def push(self, text: str) -> str:
-        """The part of the text so far that is certain and not yet returned. Nothing after `found`."""
+    def push(self, text: str, armed: bool = True) -> str:
+        """The part of the text so far that is certain and not yet returned. Nothing after `found`.
+
+        Not `armed`: a stop string that is complete within `text` does not count.
+        """
         if not self._stops or not text:
             return text
         held = self._held + text
@@ -138,8 +161,9 @@ class StopMatcher:
                 length += stop[length] == character
                 self._matched[i] = length
                 if length == len(stop):
-                    longest = max(longest, length)
-                    self._matched[i] = 0
+                    self._matched[i] = borders[-1]
+                    if armed:
+                        longest = max(longest, length)
             if longest:
                 self.found = True
                 self._held = ""
@@ -166,14 +190,28 @@ def _borders(stop: str) -> list[int]:
 
 
 class TextStream:
-    """One answer's text. `counted` tokens belong to it: those up to and with the one that completed a stop string."""
+    """One answer's text. `counted` tokens belong to it: those up to and with the one that completed a stop string.
 
-    def __init__(self, vocabulary: Vocabulary, stops: Sequence[str] = (), silent: Iterable[int] = ()) -> None:
-        """silent: token ids that end the answer and have no text (stop_token_ids, end of sequence)."""
+    `offsets` has, for each counted token, the characters of text that were there before it.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, stops: Sequence[str] = (), silent: Iterable[int] = (), min_tokens: int = 0
+    ) -> None:
+        """silent: token ids that end the answer and have no text (stop_token_ids, end of sequence).
+
+        min_tokens: a stop string counts only when a later token completes it.
+        """
         self._detokenizer = vocabulary.detokenizer()
         self._matcher = StopMatcher(stops)
         self._silent = frozenset(silent)
-        self.counted = 0
+        self._min_tokens = min_tokens
+        self._characters = 0
+        self.offsets: list[int] = []
+
+    @property
+    def counted(self) -> int:
+        return len(self.offsets)
 
     @property
     def stopped(self) -> bool:
@@ -185,14 +223,16 @@ class TextStream:
         for id in ids:
             if self.stopped:
                 break
-            self.counted += 1
+            self.offsets.append(self._characters)
             if id not in self._silent:
-                pieces.append(self._matcher.push(self._detokenizer.push(id)))
+                text = self._detokenizer.push(id)
+                self._characters += len(text)
+                pieces.append(self._matcher.push(text, self.counted > self._min_tokens))
         return "".join(pieces)
 
     def flush(self) -> str:
         """The rest at the end of the answer; half a character becomes U+FFFD, as in a decode of all ids."""
         if self.stopped:
             return ""
-        text = self._matcher.push(self._detokenizer.flush())
+        text = self._matcher.push(self._detokenizer.flush(), self.counted > self._min_tokens)
         return text if self.stopped else text + self._matcher.flush()

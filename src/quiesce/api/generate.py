@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import random
 import re
 import uuid
-from collections.abc import Callable, Iterable
-from contextlib import aclosing
+from collections.abc import Callable
 
 import msgspec
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from quiesce.api.backend import Ask, Backend, Call, Verdict
-from quiesce.api.chat import TextModel, too_long
-from quiesce.api.detokenize import TextStream
-from quiesce.api.errors import ApiError, invalid, unavailable
+from quiesce.api import prepare
+from quiesce.api.answer import Answer
+from quiesce.api.backend import Ask, Backend, Work
+from quiesce.api.body import ClientGone, read_body
+from quiesce.api.chat import TextModel
+from quiesce.api.errors import ApiError, unavailable
 from quiesce.api.metrics import FrontMetrics
-from quiesce.api.schemas import Wanted
-from quiesce.api.stream import Events, Shape, Usage, steps
-from quiesce.core.messages import Sampling
+from quiesce.api.parse import Wanted
+from quiesce.api.reply import Reply, Sender, StreamedReply, WholeReply
+from quiesce.api.shapes import Shape, Usage, usage
 
 log = logging.getLogger(__name__)
 
-BODY_SECONDS = 30.0
 SLOW_READER_SECONDS = 5.0  # how long past its deadline an answer may still be on its way out
 LABEL = re.compile(r"[\x21-\x7e]{1,128}")
-Headers = Iterable[tuple[bytes, bytes]]
 
 
 class FrontLimits(msgspec.Struct, frozen=True):
@@ -51,10 +48,6 @@ class Front:
         self.inflight = 0
 
 
-class ClientGone(Exception):
-    """The client closed its connection; there is nobody to answer."""
-
-
 class Generate:
     """ASGI application of one endpoint."""
 
@@ -65,40 +58,32 @@ class Generate:
         self.shape = shape
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(self, scope, receive, send)
         metrics = self.front.metrics
         self.front.inflight += 1
         metrics.inflight.set(self.front.inflight)
         try:
-            await exchange.run()
+            await Exchange(self, scope, receive, send).run()
         finally:
             self.front.inflight -= 1
             metrics.inflight.set(self.front.inflight)
-            status = str(exchange.status)
-            metrics.requests.labels(self.route, status).inc()
-            metrics.duration.labels(status).observe(exchange.age())
 
 
 class Exchange:
-    """One request and its answer. `status` is what the client got: 499 when it left first."""
+    """One request and its answer."""
 
     def __init__(self, endpoint: Generate, scope: Scope, receive: Receive, send: Send) -> None:
         self._endpoint = endpoint
         self._front = endpoint.front
         self._receive = receive
-        self._send = send
         self._headers = dict(scope["headers"])
         self._loop = asyncio.get_running_loop()
         self._arrived = self._loop.time()
         self._deadline = self._arrived + self._front.limits.request_timeout
         self._rid = uuid.uuid4().hex
         self._label = _label(self._headers.get(b"x-request-id", b""))
-        self._warning: list[tuple[bytes, bytes]] = []
-        self._started = False
-        self.status = 500
-
-    def age(self) -> float:
-        return self._loop.time() - self._arrived
+        self._out = Sender(send, self._rid, self._label)
+        self._usage: Usage | None = None
+        self._why = ""
 
     async def run(self) -> None:
         try:
@@ -108,13 +93,33 @@ class Exchange:
         except ApiError as error:
             await self._refuse(error)
         except ClientGone:
-            self.status = 499
+            self._out.status = 499
         except TimeoutError:
-            self.status = 504
-            log.warning("request %s: its client did not read the answer before the deadline", self._rid)
+            self._out.status = 504
+            self._why = ": its client did not read the answer before the deadline"
         except Exception:
             log.exception("request %s failed in the router", self._rid)
             await self._refuse(ApiError(500, f"request {self._rid} failed inside the router; its log has the cause"))
+        finally:
+            self._record()
+
+    def _age(self) -> float:
+        return self._loop.time() - self._arrived
+
+    def _record(self) -> None:
+        """Metrics and one line in the log for every request."""
+        metrics = self._front.metrics
+        status = str(self._out.status)
+        metrics.requests.labels(self._endpoint.route, status).inc()
+        metrics.duration.labels(status).observe(self._age())
+        prompt = answer = 0
+        if self._usage is not None:
+            prompt, answer = self._usage.prompt_tokens, self._usage.completion_tokens
+            metrics.tokens.labels("prompt").inc(prompt)
+            metrics.tokens.labels("completion").inc(answer)
+            metrics.tokens.labels("cached").inc(self._usage.prompt_tokens_details.cached_tokens)
+        said = (self._rid, self._label or "-", self._endpoint.route, status, prompt, answer, self._age(), self._why)
+        log.info("request %s (%s) %s: %s, %d + %d tokens, %.3f s%s", *said)
 
     async def _serve(self) -> None:
         front = self._front
@@ -125,20 +130,22 @@ class Exchange:
             message = f"model: {wanted.model[:200]!r} is not served here, only {front.model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
         if wanted.ignored:
-            self._warning = [(b"warning", f'299 - "ignored: {", ".join(wanted.ignored)}"'.encode())]
+            self._out.warn_ignored(wanted.ignored)
         if (refusal := front.backend.refusal()) is not None:
             raise refusal
         leaving = asyncio.create_task(self._until_gone())
         try:
-            prompt, sampling = await self._prepare(wanted)
+            prompts = await prepare.tokenize(wanted, front.text, self._limit())
+            asks = self._asks(wanted, prompts)
+            answers = prepare.answers(wanted, asks, front.text)
             if leaving.done():
                 raise ClientGone
-            call = front.backend.open(Ask(self._rid, self._label, prompt, sampling, self._deadline))
-            leaving.add_done_callback(lambda _: call.abandon("the client closed its connection"))
+            work = front.backend.open(asks)
+            leaving.add_done_callback(lambda _: work.abandon("the client closed its connection"))
             try:
-                await self._answer(call, wanted, len(prompt))
+                await self._answer(work, wanted, asks, answers)
             finally:
-                call.abandon("the answer could not be delivered")
+                work.abandon("the answer could not be delivered")
         finally:
             leaving.cancel()
 
@@ -147,55 +154,13 @@ class Exchange:
             pass
 
     async def _body(self) -> bytes:
-        limit = self._front.limits.max_body
-        too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
-        with contextlib.suppress(ValueError):
-            if int(self._headers.get(b"content-length", b"0")) > limit:
-                raise too_large
-        body = bytearray()
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                while True:
-                    message: Message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGone
-                    body += message.get("body", b"")
-                    if len(body) > limit:
-                        raise too_large
-                    if not message.get("more_body", False):
-                        return bytes(body)
-        except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
+        return await read_body(self._receive, self._headers, self._front.limits.max_body)
 
-    async def _prepare(self, wanted: Wanted) -> tuple[tuple[int, ...], Sampling]:
-        """Token ids and sampling, inside the limit. Nothing has been sent to a worker yet."""
-        limit = self._limit()
-        prompt = await self._front.text.encode(wanted.prompt, limit)
-        limit = self._limit()  # workers may have come or gone while the threads were at it
-        param = "prompt" if isinstance(wanted.prompt, str) or isinstance(wanted.prompt[0], int) else "messages"
-        if len(prompt) >= limit:
-            raise too_long(param, len(prompt), limit)
-        room = limit - len(prompt)
-        max_tokens = room if wanted.max_tokens is None else wanted.max_tokens
-        if max_tokens > room:
-            raise invalid(
-                "max_tokens",
-                f"{max_tokens} and the prompt's {len(prompt)} tokens are more than the {limit} tokens that prompt "
-                f"and answer together may have here; at most {room} are left",
-                "context_length_exceeded",
-            )
-        greedy = wanted.temperature == 0
-        seed = wanted.seed if wanted.seed is not None else 0 if greedy else random.getrandbits(63)
-        sampling = Sampling(
-            max_tokens=max_tokens,
-            temperature=wanted.temperature,
-            top_p=wanted.top_p,
-            top_k=wanted.top_k,
-            seed=seed,
-            stop_token_ids=wanted.stop_token_ids,
-            ignore_eos=wanted.ignore_eos,
-        )
-        return prompt, sampling
+    def _asks(self, wanted: Wanted, prompts: list[tuple[int, ...]]) -> list[Ask]:
+        # The limit is asked for again: workers may have come or gone while the threads were at it.
+        ids = {"rid": self._rid, "label": self._label}
+        defaults = self._front.text.sampling_defaults
+        return prepare.asks(wanted, prompts, defaults, self._limit(), deadline=self._deadline, **ids)
 
     def _limit(self) -> int:
         limit = self._front.backend.context_limit()
@@ -203,74 +168,52 @@ class Exchange:
             raise self._front.backend.refusal() or unavailable("no pair of workers is ready", "no_workers")
         return limit
 
-    async def _answer(self, call: Call, wanted: Wanted, prompt_tokens: int) -> None:
-        silent = (*wanted.stop_token_ids, *(() if wanted.ignore_eos else self._front.text.eos_ids))
-        text = TextStream(self._front.text.vocabulary, wanted.stops, silent)
-        shape = self._endpoint.shape(self._rid, self._front.model)
-        events = Events(shape, wanted.include_usage) if wanted.stream else None
-        pieces: list[str] = []
+    async def _answer(self, work: Work, wanted: Wanted, asks: list[Ask], answers: list[Answer]) -> None:
+        reply = self._reply(wanted, asks, answers)
+        running = len(answers)
         first = True
-        async with aclosing(steps(call, text)) as arriving:
-            async for step in arriving:
-                if first and text.counted:
-                    self._front.metrics.first_token.observe(self.age())
+        while running:
+            for delivery in await work.next():
+                if first and delivery.token_ids:
+                    self._front.metrics.first_token.observe(self._age())
                     first = False
-                verdict = step.verdict
-                if verdict is not None and verdict.error is not None:
-                    raise verdict.error
-                usage = Usage(prompt_tokens, text.counted, verdict.cached_tokens if verdict else 0)
-                if events is None:
-                    pieces.append(step.text)
-                    if verdict is not None:
-                        await self._whole(200, shape.whole("".join(pieces), verdict.finish_reason, usage))
-                else:
-                    await self._event(events, step.text, verdict, usage)
-                if verdict is not None:
-                    self._count(usage)
+                answer = answers[delivery.index]
+                step = answer.take(delivery)
+                if step.verdict is not None and step.verdict.error is not None:
+                    raise step.verdict.error
+                if answer.stopped and step.verdict is None:
+                    work.satisfied(delivery.index)
+                running -= step.verdict is not None
+                reply.add(delivery.index, step)
+            if running:
+                await reply.push()
+        total = _usage(wanted.n, asks, answers)
+        await reply.end(total)
+        self._usage = total
 
-    async def _event(self, events: Events, text: str, verdict: Verdict | None, usage: Usage) -> None:
-        frame = b"" if self._started else events.first()
-        if not self._started:
-            kind = (b"content-type", b"text/event-stream; charset=utf-8")
-            await self._start(200, [kind, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")])
-        frame += events.text(text)
-        if verdict is not None:
-            frame += events.last(verdict.finish_reason, usage)
-        if frame:
-            await self._send({"type": "http.response.body", "body": frame, "more_body": verdict is None})
+    def _reply(self, wanted: Wanted, asks: list[Ask], answers: list[Answer]) -> Reply:
+        vocabulary = self._front.text.vocabulary
+        shape = self._endpoint.shape(self._rid, self._front.model, vocabulary, wanted.logprobs)
+        if wanted.stream:
+            return StreamedReply(self._out, shape, len(answers), wanted.include_usage)
+        return WholeReply(self._out, shape, vocabulary, asks, answers, wanted.prompt_logprobs)
 
     async def _refuse(self, error: ApiError) -> None:
+        self._why = f": {error.message}"
         if error.status == 499:  # the verdict on a request whose client left
-            self.status = 499
-            return
-        log.info("request %s (%s): %d %s", self._rid, self._label or "-", error.status, error.message)
-        if self._started:
-            self.status = error.status
-            await self._send({"type": "http.response.body", "body": Events.error(error), "more_body": False})
-            return
-        retry = [] if error.retry_after is None else [(b"retry-after", str(error.retry_after).encode())]
-        await self._whole(error.status, error.body(), retry)
+            self._out.status = 499
+        else:
+            await self._out.error(error)
 
-    async def _whole(self, status: int, body: bytes, headers: Headers = ()) -> None:
-        length = (b"content-length", str(len(body)).encode())
-        await self._start(status, [(b"content-type", b"application/json"), length, *headers])
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
-    async def _start(self, status: int, headers: Headers) -> None:
-        ids = [
-            (b"x-request-id", (self._label or self._rid).encode()),
-            (b"x-quiesce-request-id", self._rid.encode()),
-        ]
-        self.status = status
-        self._started = True
-        message = {"type": "http.response.start", "status": status, "headers": [*headers, *ids, *self._warning]}
-        await self._send(message)
-
-    def _count(self, usage: Usage) -> None:
-        tokens = self._front.metrics.tokens
-        tokens.labels("prompt").inc(usage.prompt_tokens)
-        tokens.labels("completion").inc(usage.completion_tokens)
-        tokens.labels("cached").inc(usage.cached_tokens)
+def _usage(n: int, asks: list[Ask], answers: list[Answer]) -> Usage:
+    """Each prompt counts once, however many samples it has."""
+    cached = [answer.verdict.cached_tokens if answer.verdict else 0 for answer in answers]
+    return usage(
+        sum(len(ask.token_ids) for ask in asks[::n]),
+        sum(answer.counted for answer in answers),
+        sum(max(cached[i : i + n]) for i in range(0, len(cached), n)),
+    )
 
 
 def _label(given: bytes) -> str:

@@ -14,8 +14,8 @@ from starlette.routing import Route
 
 from quiesce.api.errors import ApiError
 from quiesce.api.generate import Front, Generate
-from quiesce.api.schemas import parse_chat, parse_completion
-from quiesce.api.stream import ChatShape, CompletionShape
+from quiesce.api.parse import parse_chat, parse_completion
+from quiesce.api.shapes import ChatShape, CompletionShape
 from quiesce.core.messages import Inspected
 
 INSPECT_SECONDS = 1.0

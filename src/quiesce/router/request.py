@@ -2,7 +2,8 @@
 
 `machine.on(event)` returns actions. Rules: the first cause wins; there is exactly one `Finish`; whoever ends the
 request cancels every leg that is still open (guards R1-R3); a leg is forgotten only when its worker said the
-last word, is dead, or stayed silent to repeated cancels. What the pages do meanwhile is the workers' business (R4).
+last word, is dead, or stayed silent to repeated cancels. Log-probabilities that were asked for are part of the
+answer: without them it has failed. What the pages do meanwhile is the workers' business (R4).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Literal
 
 from quiesce.api.backend import Verdict
 from quiesce.api.errors import ApiError
-from quiesce.core.messages import Ended
+from quiesce.core.messages import Ended, TokenLogprob
 
 Side = Literal["decode", "prefill"]  # a colocated worker serves as the decode side of a request without prefill
 CANCEL_TRIES = 6
@@ -49,6 +50,16 @@ class NotSent:
 class LegTokens:
     side: Side
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class LegPrompt:
+    """Log-probabilities of the prompt's tokens from position `first` on."""
+
+    side: Side
+    first: int
+    logprobs: tuple[TokenLogprob | None, ...]
 
 
 @dataclass(frozen=True)
@@ -93,7 +104,7 @@ class Fired:
     side: Side
 
 
-Event = Begin | Sent | NotSent | LegTokens | LegEnded | LegLost | LegSilent | GaveUp | Satisfied | Fired
+Event = Begin | Sent | NotSent | LegTokens | LegPrompt | LegEnded | LegLost | LegSilent | GaveUp | Satisfied | Fired
 
 # ---------------------------------------------------------------- actions
 
@@ -122,6 +133,12 @@ class Arm:
 @dataclass(frozen=True)
 class Emit:
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class EmitPrompt:
+    logprobs: tuple[TokenLogprob | None, ...]
 
 
 @dataclass(frozen=True)
@@ -142,17 +159,24 @@ class Forget:
     """All legs are closed and the verdict was given."""
 
 
-Action = SendStart | SendCancel | Arm | Emit | Finish | LegClosed | Forget
+Action = SendStart | SendCancel | Arm | Emit | EmitPrompt | Finish | LegClosed | Forget
 
 
 class RequestMachine:
     """`late` counts events that came too late to matter; they change nothing."""
 
-    def __init__(self, sides: tuple[Side, ...] = ("decode", "prefill")) -> None:
+    def __init__(
+        self, sides: tuple[Side, ...] = ("decode", "prefill"), logprobs: bool = False, prompt_logprobs: int = 0
+    ) -> None:
+        """logprobs: every token must come with one. prompt_logprobs: how many of the prompt must come."""
         self.legs: dict[Side, LegState] = dict.fromkeys(sides, LegState.NEW)
         self.verdict: Verdict | None = None
         self.tokens = 0  # received from the decode side
         self.late = 0
+        self.prompt_missing = prompt_logprobs
+        self._prompt_seen = 0
+        self._logprobs = logprobs
+        self._complete: Verdict | None = None  # decode is through, the prompt's log-probabilities are on their way
         self._cached = 0
         self._why = ""
         self._tries: dict[Side, int] = dict.fromkeys(sides, 0)
@@ -181,14 +205,17 @@ class RequestMachine:
                 self.legs[side] = LegState.CLOSED
                 text = f"worker {worker} could not be reached; the request was not started there"
                 return [LegClosed(side), *self._fail(503, text, "worker_unreachable")]
-            case LegTokens(side, token_ids):
-                return self._tokens(side, token_ids)
+            case LegTokens():
+                return self._tokens(event)
+            case LegPrompt():
+                return self._prompt(event)
             case LegEnded(side, ended):
                 return self._ended(side, ended)
             case LegLost(side, reason, dead):
                 return self._lost(side, reason, dead)
             case LegSilent(side, reason):
-                waiting = self.verdict is None and self.tokens == 0 and self.legs[side] is LegState.OPEN
+                waiting = self.tokens == 0 or (side == "prefill" and self.prompt_missing)
+                waiting = waiting and self.verdict is None and self.legs[side] is LegState.OPEN
                 return self._fail(502, reason, "worker_lost") if waiting else []
             case GaveUp(status, reason, code):
                 return self._fail(status, reason, code)
@@ -197,12 +224,31 @@ class RequestMachine:
             case Fired(side):
                 return self._fired(side)
 
-    def _tokens(self, side: Side, token_ids: tuple[int, ...]) -> list[Action]:
-        if self.verdict is not None or side != "decode" or self.legs[side] is not LegState.OPEN:
+    def _tokens(self, event: LegTokens) -> list[Action]:
+        if self.verdict is not None or event.side != "decode" or self.legs["decode"] is not LegState.OPEN:
             self.late += 1
             return []
-        self.tokens += len(token_ids)
-        return [Emit(token_ids)]
+        if self._logprobs and len(event.logprobs) != len(event.token_ids):
+            text = f"{len(event.token_ids)} tokens came with {len(event.logprobs)} log-probabilities"
+            return self._fail(500, text, "logprobs_lost")
+        self.tokens += len(event.token_ids)
+        return [Emit(event.token_ids, event.logprobs if self._logprobs else ())]
+
+    def _prompt(self, event: LegPrompt) -> list[Action]:
+        """They come from the side that computes the prompt, in order."""
+        computes = "prefill" if "prefill" in self.legs else "decode"
+        if self.verdict is not None or event.side != computes or not self.prompt_missing:
+            self.late += 1
+            return []
+        if event.first != self._prompt_seen or len(event.logprobs) > self.prompt_missing:
+            text = f"log-probabilities of the prompt from {event.first} on came after {self._prompt_seen} of them"
+            return self._fail(500, text, "logprobs_lost")
+        self._prompt_seen += len(event.logprobs)
+        self.prompt_missing -= len(event.logprobs)
+        said: list[Action] = [EmitPrompt(event.logprobs)]
+        if self._complete is not None and not self.prompt_missing:
+            said += self._finish(self._complete, "the answer is complete")
+        return said
 
     def _ended(self, side: Side, ended: Ended) -> list[Action]:
         if self.legs[side] is LegState.CLOSED:
@@ -214,7 +260,12 @@ class RequestMachine:
         if self.verdict is not None:
             return closed
         if side == "prefill":
+            if ended.outcome == "handed_over" and self.prompt_missing:
+                text = f"{self.prompt_missing} log-probabilities of the prompt were lost between worker and router"
+                return closed + self._fail(500, text, "logprobs_lost")
             # The first token travels with the hand-off: tokens from decode mean that it has happened.
+            if self.prompt_missing:
+                return closed + self._failed_leg(side, ended)
             if ended.outcome == "handed_over" or self.tokens:
                 return closed
             return closed + self._failed_leg(side, ended)
@@ -224,7 +275,15 @@ class RequestMachine:
             text = f"tokens were lost between worker and router: {self.tokens} of {ended.completion_tokens} arrived"
             return closed + self._fail(500, text, "tokens_lost")
         reason: Literal["stop", "length"] = "stop" if ended.outcome == "stop" else "length"
-        return closed + self._finish(Verdict(reason, None, self._cached), "the answer is complete")
+        return closed + self._whole(Verdict(reason, None, self._cached))
+
+    def _whole(self, verdict: Verdict) -> list[Action]:
+        if not self.prompt_missing:
+            return self._finish(verdict, "the answer is complete")
+        if self.legs.get("prefill") is LegState.OPEN:
+            self._complete = verdict
+            return []
+        return self._fail(500, f"{self.prompt_missing} log-probabilities of the prompt did not come", "logprobs_lost")
 
     def _failed_leg(self, side: Side, ended: Ended) -> list[Action]:
         status = ended.status if 400 <= ended.status <= 599 else 500
@@ -238,7 +297,7 @@ class RequestMachine:
         if dead:
             self.legs[side] = LegState.CLOSED
             closed = [LegClosed(side)]
-        if self.verdict is not None or (side == "prefill" and self.tokens):
+        if self.verdict is not None or (side == "prefill" and self.tokens and not self.prompt_missing):
             return closed
         return closed + self._fail(502, reason, "worker_lost")
 

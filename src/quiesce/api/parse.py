@@ -1,0 +1,237 @@
+"""From the bytes of a body to a checked request; every refusal names the field and the limit."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from quiesce.api import schemas
+from quiesce.api.errors import ApiError, invalid
+from quiesce.api.schemas import ChatBody, ChatMessage, CompletionBody, StreamOptions
+
+Prompt = str | list[int] | list[dict[str, str]]  # text, token ids, or chat messages
+GIVEN = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """A checked request, the same for both endpoints."""
+
+    model: str
+    prompts: list[Prompt]
+    n: int  # answers to each prompt
+    max_tokens: int | None  # None: the rest of the context
+    given: dict[str, Any]  # fields of Sampling that the request sets itself
+    seed: int | None
+    min_tokens: int
+    stops: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    logit_bias: tuple[tuple[int, float], ...]
+    ignore_eos: bool
+    logprobs: int | None  # alternatives to show for each token; 0: the token's own
+    prompt_logprobs: int | None  # as a list of its own
+    echo: bool
+    stream: bool
+    include_usage: bool
+    ignored: tuple[str, ...]
+    kind: Literal["prompt", "messages"]  # what the field is called
+
+
+_chat = msgspec.json.Decoder(ChatBody)
+_completion = msgspec.json.Decoder(CompletionBody)
+
+
+def parse_chat(raw: bytes) -> Wanted:
+    """Raises ApiError 400 that names the field."""
+    body = decode(_chat, raw)
+    limit = _in_range("max_completion_tokens", body.max_completion_tokens)
+    if body.max_tokens == 0:
+        raise invalid("max_tokens", "must be at least 1, got 0")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs", "is allowed only together with logprobs: true")
+    top = _in_range("top_logprobs", body.top_logprobs)
+    logprobs = (top or 0) if body.logprobs else None
+    prompt = check_messages(body.messages)
+    return _wanted(body, [prompt], max_tokens=limit, logprobs=logprobs, echo=False, kind="messages")
+
+
+def parse_completion(raw: bytes) -> Wanted:
+    """Raises ApiError 400 that names the field."""
+    body = decode(_completion, raw)
+    echo = bool(body.echo)
+    if body.max_tokens == 0 and not echo:
+        raise invalid("max_tokens", "must be at least 1 unless echo is true, got 0")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise invalid(
+            "best_of", "is not supported yet; it must be absent or equal to n", code="unsupported_parameter"
+        )
+    if body.logprobs is not None and (why := schemas.out_of_range("logprobs", body.logprobs, schemas.LOGPROBS)):
+        raise invalid("logprobs", why)
+    prompts = _prompts(body.prompt)
+    return _wanted(body, prompts, max_tokens=None, logprobs=body.logprobs, echo=echo, kind="prompt")
+
+
+def check_messages(messages: list[ChatMessage]) -> list[dict[str, str]]:
+    """Chat messages as the template takes them."""
+    if not messages:
+        raise invalid("messages", "must hold at least one message")
+    return [_message(message, i) for i, message in enumerate(messages)]
+
+
+def _prompts(prompt: str | list[Any]) -> list[Prompt]:
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        if len(prompt) > schemas.MAX_ANSWERS:
+            raise invalid("prompt", f"at most {schemas.MAX_ANSWERS} prompts are allowed, got {len(prompt)}")
+        return [_prompt(one, f"prompt[{i}]") for i, one in enumerate(prompt)]
+    return [_prompt(prompt, "prompt")]
+
+
+def _prompt(prompt: Any, where: str) -> Prompt:
+    if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(type(id) is int for id in prompt)):
+        raise invalid(where, "must be a string or a list of token ids (integers)")
+    if not prompt:
+        raise invalid(where, "must not be empty")
+    return prompt
+
+
+def _message(message: ChatMessage, index: int) -> dict[str, str]:
+    where = f"messages[{index}]"
+    if message.role in ("tool", "function"):
+        raise invalid(f"{where}.role", f"{message.role!r} messages are not supported, nor are tools")
+    _refuse_unserved(message, schemas.ASKS_NOTHING_IN_MESSAGE, f"{where}.")
+    if message.content is None:
+        raise invalid(f"{where}.content", "must be a string or a list of text parts")
+    content = message.content
+    if isinstance(content, list):
+        for part in content:
+            if part.type != "text" or part.text is None:
+                raise invalid(
+                    f"{where}.content",
+                    f"parts of type {part.type[:50]!r} are not supported, only 'text' with a text",
+                )
+        content = "".join(part.text or "" for part in content)
+    role = "system" if message.role == "developer" else message.role
+    return {"role": role, "content": content} | ({"name": message.name} if message.name else {})
+
+
+def _wanted(
+    body: ChatBody | CompletionBody,
+    prompts: list[Prompt],
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    echo: bool,
+    kind: Literal["prompt", "messages"],
+) -> Wanted:
+    _refuse_unserved(body, schemas.ASKS_NOTHING, "")
+    n = _in_range("n", body.n) or 1
+    if n * len(prompts) > schemas.MAX_ANSWERS:
+        what = f"{len(prompts)} prompts times n = {n} is more than the {schemas.MAX_ANSWERS} answers of one request"
+        raise invalid("n", what)
+    options = body.stream_options or StreamOptions()
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "is allowed only together with stream: true")
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs", "is not allowed together with stream: true; echo with logprobs is")
+    given = {name: float(value) for name in GIVEN if (value := _in_range(name, getattr(body, name))) is not None}
+    if (top_k := _in_range("top_k", body.top_k)) is not None:
+        given["top_k"] = max(top_k, 0)
+    ignored = [name for name in schemas.IGNORED if getattr(body, name, None) is not None]
+    if options.include_obfuscation:
+        ignored.append("stream_options.include_obfuscation")
+    limit = _in_range("max_tokens", body.max_tokens)
+    return Wanted(
+        model=body.model,
+        prompts=prompts,
+        n=n,
+        max_tokens=limit if max_tokens is None else max_tokens,
+        given=given,
+        seed=_in_range("seed", body.seed),
+        min_tokens=_in_range("min_tokens", body.min_tokens) or 0,
+        stops=_stops(body.stop),
+        stop_token_ids=_stop_token_ids(body.stop_token_ids or []),
+        logit_bias=_biases(body.logit_bias or {}),
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=logprobs,
+        prompt_logprobs=_in_range("prompt_logprobs", body.prompt_logprobs),
+        echo=echo,
+        stream=bool(body.stream),
+        include_usage=bool(options.include_usage),
+        ignored=tuple(ignored),
+        kind=kind,
+    )
+
+
+Number = TypeVar("Number", int, float)
+
+
+def _in_range(name: str, value: Number | None) -> Number | None:
+    if value is not None and (why := schemas.out_of_range(name, value)) is not None:
+        raise invalid(name, why)
+    return value
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if len(stops) > schemas.MAX_STOPS:
+        raise invalid("stop", f"at most {schemas.MAX_STOPS} strings are allowed, got {len(stops)}")
+    longest = schemas.MAX_STOP_CHARACTERS
+    for one in stops:
+        if not 1 <= len(one) <= longest:
+            raise invalid("stop", f"each string must have 1 to {longest} characters, got {len(one)}")
+    return tuple(stops)
+
+
+def _stop_token_ids(ids: list[int]) -> tuple[int, ...]:
+    if len(ids) > schemas.MAX_STOP_TOKENS:
+        raise invalid("stop_token_ids", f"at most {schemas.MAX_STOP_TOKENS} are allowed, got {len(ids)}")
+    return tuple(ids)
+
+
+def _biases(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    if len(biases) > schemas.MAX_BIASES:
+        raise invalid("logit_bias", f"at most {schemas.MAX_BIASES} token ids are allowed, got {len(biases)}")
+    found: dict[int, float] = {}
+    for key, value in biases.items():
+        if re.fullmatch(r"[0-9]{1,10}", key) is None:
+            raise invalid("logit_bias", f"keys must be token ids written in digits, got {key[:50]!r}")
+        if (why := schemas.out_of_range("logit_bias", value, schemas.BIAS)) is not None:
+            raise invalid("logit_bias", f"the bias of token {key} {why}")
+        if int(key) in found:
+            raise invalid("logit_bias", f"token {int(key)} is named twice")
+        found[int(key)] = float(value)
+    return tuple(sorted(found.items()))
+
+
+def _refuse_unserved(body: msgspec.Struct, nothing: dict[str, tuple[Any, ...]], where: str) -> None:
+    for name, values in nothing.items():
+        value = getattr(body, name, None)
+        if value is not None and value not in values:
+            fine = " or ".join(["absent", *(msgspec.json.encode(v).decode() for v in values)])
+            raise invalid(f"{where}{name}", f"is not supported yet; it must be {fine}", code="unsupported_parameter")
+
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+def decode(decoder: msgspec.json.Decoder[Body], raw: bytes) -> Body:
+    """Raises ApiError 400 that names the field."""
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        path = re.search(r"`\$\.?([^`]*)`", text)
+        named = re.search(r"field `([^`]+)`", text)
+        param = ".".join(part for part in (path and path[1], named and named[1]) if part) or None
+        code = "unknown_parameter" if "unknown field" in text else None
+        raise ApiError(400, f"{param}: {text}" if param else text, param=param, code=code) from None
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON in UTF-8: {error}", code="invalid_json") from None
