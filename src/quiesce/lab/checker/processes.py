@@ -90,11 +90,11 @@ class Processes:
         self.exact = paced or world.exact
         self._unsaid: tuple[type, ...]
         if world.exact:
-            self._without, self._unsaid = NOT_STATE, ()
+            self.without, self._unsaid = NOT_STATE, ()
         elif paced:
-            self._without, self._unsaid = NOT_STATE | COUNTED, (Busy,)
+            self.without, self._unsaid = NOT_STATE | COUNTED, (Busy,)
         else:
-            self._without, self._unsaid = NOT_STATE | COUNTED | PACING, (Accept, Busy)
+            self.without, self._unsaid = NOT_STATE | COUNTED | PACING, (Accept, Busy)
         self.unarmed = self._pointless_timers()
         self._spent: dict[int, tuple[int, int, int]] = {}  # side -> (messages looked at, masks)
         self._over: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}
@@ -119,7 +119,7 @@ class Processes:
         return (Timer.DEADLINE,) if revocable else (Timer.DEADLINE, Timer.HOLD, Timer.REFENCE)
 
     def _intern(self, side: DecodeSide | PrefillSide) -> int:
-        key = (type(side), freeze(side, self._without))
+        key = (type(side), freeze(side, self.without))
         known = self._side_ids.get(key)
         if known is None:
             view = self._view(side)
@@ -127,6 +127,11 @@ class Processes:
             self.sides.append(pickle.dumps(side))
             self.views.append(view)
         return known
+
+    def thaw(self, side_id: int) -> DecodeSide | PrefillSide:
+        """A live process of its own, in that state."""
+        side: DecodeSide | PrefillSide = pickle.loads(self.sides[side_id])
+        return side
 
     def _view(self, side: DecodeSide | PrefillSide) -> View:
         may = tuple(side.may(self.world, self.exact))
@@ -174,7 +179,7 @@ class Processes:
 
     def _run(self, side_id: int, event: Any) -> Step:
         self.real_steps += 1
-        side: DecodeSide | PrefillSide = pickle.loads(self.sides[side_id])
+        side = self.thaw(side_id)
         if isinstance(event, int):
             _, speaker, message = self.messages[event]
             event = ("hear", message, speaker)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quiesce.lab.worlds import World
 
 TWO = World("two", "two requests, one page", pool=1, late=True)
@@ -28,6 +30,7 @@ CRASH_D = World("crash decode", "the decode engine restarts", pool=1, crash_d=1,
 PINGS = World("pings", "closed sets", pool=1, pings=1, late=True)
 SOURCES = World("sources", "one source page", sources=1, unknown=1, fault=1, late=True)
 DIGEST = World("digest", "a foreign writer, found by a digest", pool=1, digest=True, stray=1, fence=True, suspect=1)
+DIGEST_LATE = replace(DIGEST, name="digest late", requests=(1, 1, 1))
 SHORT = World("short", "a prefill engine that plans fewer pages", requests=(2,), short=1)
 PAIR = World("pair", "two requests at once", requests=(1, 1), pool=2, late=True)
 

@@ -102,6 +102,19 @@ def h15(self: Lender, transfer: Transfer, event: Any) -> Any:
     return self._commit(transfer) if event.matches else self._hold(transfer, "digest mismatch")
 
 
+@mutant(
+    "H15 late",
+    "H15 H17",
+    "the late report of an older fence ends a quarantine",
+    arenas.DIGEST_LATE,
+    (TABLE, (State.LANDED, module.Verified)),
+)
+def h15_late(self: Lender, transfer: Transfer, event: Any) -> Any:
+    actions = self._verified(transfer, event)
+    transfer.accused = {epoch: self._granted.get(epoch, 0) for epoch in transfer.accused}
+    return actions
+
+
 @mutant("H16 scope", "H16", "a fence of one rank counts for all", arenas.RANKS_FENCE, (Proof, "covers"))
 def h16_scope(self: Proof, key: LeaseKey, generation: int) -> bool:
     return self.kind is ProofKind.FENCED or real_covers(self, key, generation)
