@@ -105,4 +105,4 @@ def test_a_product_that_rounds_by_row_count_is_refused(tiny: Path, monkeypatch: 
 
 def test_matrices_are_all_probed(exact_engine: Engine) -> None:
     weights: Weights = exact_engine._model.weights
-    assert len(list(weights.matrices())) == 4 * len(weights.layers) + 1
+    assert len(list(weights.products())) == 4 * len(weights.layers) + 1

@@ -32,7 +32,7 @@ def test_shards_load_as_one_file_does(tiny: Path, tmp_path: Path) -> None:
     copy = rewritten(tiny, tmp_path, {name: tensors[name] for name in names[::2]})
     save_file({name: tensors[name] for name in names[1::2]}, copy / "more.safetensors")
     whole, sharded = load(tiny), load(copy)
-    assert all(torch.equal(a, b) for a, b in zip(whole.matrices(), sharded.matrices(), strict=True))
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(whole.products(), sharded.products(), strict=True))
     q = tensors["model.layers.1.self_attn.q_proj.weight"]
     assert np.array_equal(whole.layers[1].qkv[: q.shape[0]].numpy(), q)
 
@@ -48,7 +48,7 @@ def test_missing_extra_and_misshapen_tensors_are_named(tiny: Path, tmp_path: Pat
     cases = {
         "missing": {key: value for key, value in tensors.items() if key != name},
         "shape": tensors | {name: tensors[name][:-1]},
-        "not of a plain Llama": tensors | {"model.layers.0.mlp.up_proj.bias": np.zeros(3, np.float32)},
+        "do not belong to a llama": tensors | {"model.layers.0.mlp.up_proj.bias": np.zeros(3, np.float32)},
     }
     for words, content in cases.items():
         with pytest.raises(EngineError, match=words) as error:

@@ -1,42 +1,56 @@
-"""Reads a Hugging Face folder: what the model is, where it stops, and the fingerprint peers must share."""
+"""Reads a Hugging Face folder: what the model is and where it stops."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from quiesce.core.messages import Fingerprint
 from quiesce.engine.errors import EngineError
+from quiesce.engine.rope import Rope, read_rope
 
-LAYOUT = "page-major/row"  # [layers, 2 (k, v), page_size, kv_heads, head_dim] in one contiguous page
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-UNSUPPORTED = ("quantization_config", "sliding_window", "attention_bias", "mlp_bias")  # where set, not run
-MAX_HEADER_BYTES = 64 << 20
+UNSUPPORTED = ("quantization_config", "mlp_bias")  # where set, not run
 
 
 @dataclass(frozen=True)
-class Rope:
-    """Rotary frequencies. `kind` is default, linear or llama3; the last fields belong to llama3."""
+class Family:
+    """How a model type differs from the first Llama. `biasable`: config.json may ask for attention biases.
 
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context: int = 8192
+    `window` is what config.json means when it does not name sliding_window, `window_switch` that it counts
+    only with use_sliding_window; `head_dim` likewise, None: hidden_size / heads.
+    """
+
+    architecture: str
+    biasable: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    head_dim: int | None = None
+    window: int | None = None
+    window_switch: bool = False
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", biasable=True),
+    "mistral": Family("MistralForCausalLM", window=4096),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, window=4096, window_switch=True),
+    "qwen3": Family("Qwen3ForCausalLM", biasable=True, qk_norm=True, head_dim=128, window=4096, window_switch=True),
+}
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A Llama as its folder describes it. `context_length` is in tokens; `eos_ids` end an answer."""
+    """A decoder as its folder describes it. `context_length` is in tokens; `eos_ids` end an answer.
+
+    `qkv_bias` and `out_bias`: the attention's projections have biases; `qk_norm`: each head's q and k are
+    normalised before they are rotated.
+    """
 
     folder: Path
+    model_type: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -48,6 +62,9 @@ class ModelConfig:
     norm_eps: float
     rope: Rope
     tied: bool
+    qkv_bias: bool
+    out_bias: bool
+    qk_norm: bool
     eos_ids: tuple[int, ...]
 
     def page_bytes(self, dtype: str, page_size: int) -> int:
@@ -63,28 +80,28 @@ def dtype_of(name: str) -> torch.dtype:
 
 def read_config(folder: Path) -> ModelConfig:
     """Read `folder`/config.json. Raises EngineError naming the first thing this engine does not support."""
-    raw = _read_json(folder / "config.json")
+    raw = read_json(folder / "config.json")
     if raw is None:
         raise EngineError(f"{folder} has no config.json; give a Hugging Face model folder")
-    architectures = raw.get("architectures") or []
-    if raw.get("model_type") != "llama" or architectures not in ([], ["LlamaForCausalLM"]):
-        raise EngineError(
-            f"{folder} is a {raw.get('model_type')!r} ({', '.join(architectures) or 'no architecture named'});"
-            " only LlamaForCausalLM is supported"
-        )
+    family = _family(raw, folder)
     for name in UNSUPPORTED:
         if raw.get(name):
             raise EngineError(f"{folder}: {name} = {raw[name]!r} is not supported")
     if raw.get("hidden_act", "silu") != "silu":
         raise EngineError(f"{folder}: hidden_act = {raw['hidden_act']!r} is not supported; only silu is")
+    _check_whole_attention(raw, family, folder)
     hidden, heads = _positive(raw, folder, "hidden_size"), _positive(raw, folder, "num_attention_heads")
     raw.setdefault("num_key_value_heads", heads)
-    raw["head_dim"] = raw.get("head_dim") or hidden // heads
+    raw["head_dim"] = raw.get("head_dim") or family.head_dim or hidden // heads
     kv_heads, head_dim = _positive(raw, folder, "num_key_value_heads"), _positive(raw, folder, "head_dim")
     if heads % kv_heads or head_dim % 2:
         raise EngineError(f"{folder}: {heads} heads over {kv_heads} KV heads of {head_dim} do not divide evenly")
+    context = _positive(raw, folder, "max_position_embeddings")
+    rope = read_rope(raw, folder)
+    bias = family.biasable and bool(raw.get("attention_bias"))
     return ModelConfig(
         folder=folder,
+        model_type=raw["model_type"],
         vocab_size=_positive(raw, folder, "vocab_size"),
         hidden_size=hidden,
         intermediate_size=_positive(raw, folder, "intermediate_size"),
@@ -92,87 +109,52 @@ def read_config(folder: Path) -> ModelConfig:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        context_length=_positive(raw, folder, "max_position_embeddings"),
+        # folders that had yarn added to them often still name the context from before
+        context_length=max(context, int(rope.original_context * rope.factor)) if rope.kind == "yarn" else context,
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope=_read_rope(raw, folder),
+        rope=rope,
         tied=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=family.qkv_bias or bias,
+        out_bias=bias,
+        qk_norm=family.qk_norm,
         eos_ids=_read_eos(raw, folder),
     )
 
 
-def fingerprint(config: ModelConfig, dtype: str, page_size: int) -> Fingerprint:
-    """What a peer must share before a page of ours means anything to it.
-
-    `weights` digests config.json and each safetensors file's name, size and header, not the values.
-    """
-    return Fingerprint(
-        model=f"llama/{config.layers}x{config.hidden_size}/vocab{config.vocab_size}",
-        weights=_weights_digest(config.folder),
-        dtype=dtype,
-        layout=LAYOUT,
-        page_size=page_size,
-        page_bytes=config.page_bytes(dtype, page_size),
-        layers=config.layers,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-    )
+def _family(raw: dict[str, Any], folder: Path) -> Family:
+    kind, architectures = raw.get("model_type"), raw.get("architectures") or []
+    family = FAMILIES.get(str(kind))
+    if family is None or architectures not in ([], [family.architecture]):
+        supported = ", ".join(known.architecture for known in FAMILIES.values())
+        named = ", ".join(map(str, architectures)) or "no architecture named"
+        raise EngineError(f"{folder} is a {kind!r} ({named}); supported are {supported}")
+    return family
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The folder's safetensors files, sorted by name. Raises EngineError when there are none."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise EngineError(f"{folder} has no .safetensors files; other weight formats are not read")
-    return files
-
-
-def _weights_digest(folder: Path) -> str:
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in weight_files(folder):
-        with path.open("rb") as file:
-            head = file.read(8)
-            length = struct.unpack("<Q", head)[0] if len(head) == 8 else MAX_HEADER_BYTES + 1
-            if length > MAX_HEADER_BYTES:
-                raise EngineError(f"{path} is not a safetensors file, or is cut short")
-            header = file.read(length)
-        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode() + header)
-    return digest.hexdigest()[:32]
-
-
-def _read_rope(raw: dict[str, Any], folder: Path) -> Rope:
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    try:
-        if kind == "default":
-            return Rope(theta)
-        if kind == "linear":
-            return Rope(theta, kind, float(scaling["factor"]))
-        if kind == "llama3":
-            return Rope(
-                theta,
-                kind,
-                float(scaling["factor"]),
-                float(scaling["low_freq_factor"]),
-                float(scaling["high_freq_factor"]),
-                int(scaling["original_max_position_embeddings"]),
-            )
-    except KeyError as missing:
-        raise EngineError(f"{folder}: rope_scaling of type {kind!r} lacks {missing}") from None
-    raise EngineError(f"{folder}: rope_scaling of type {kind!r} is not supported; default, linear and llama3 are")
+def _check_whole_attention(raw: dict[str, Any], family: Family, folder: Path) -> None:
+    window = raw.get("sliding_window", family.window)
+    if window and (raw.get("use_sliding_window") or not family.window_switch):
+        raise EngineError(
+            f"{folder}: sliding_window = {window} is not supported; use a model that attends to its whole context"
+        )
+    for kind in raw.get("layer_types") or ():
+        if kind != "full_attention":
+            raise EngineError(f"{folder}: layer_types with {kind!r} are not supported; only full_attention is")
 
 
 def _read_eos(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
-    generation = _read_json(folder / "generation_config.json") or {}
-    eos = generation.get("eos_token_id")
+    """One id or a list, of generation_config.json if it names any, else of config.json."""
+    eos = (read_json(folder / "generation_config.json") or {}).get("eos_token_id")
     if eos is None:
         eos = raw.get("eos_token_id")
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list) else (int(eos),)
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if not all(type(number) is int and 0 <= number < raw["vocab_size"] for number in ids):
+        raise EngineError(f"{folder}: eos_token_id = {eos!r}; token ids below {raw['vocab_size']} are needed")
+    return tuple(dict.fromkeys(ids))
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file, None if there is no such file. Raises EngineError for anything else."""
     if not path.is_file():
         return None
     try:

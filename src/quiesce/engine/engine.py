@@ -12,11 +12,12 @@ import torch
 from quiesce.core.messages import Sampling, TokenLogprob
 from quiesce.engine.attention import EXACT_BLOCK
 from quiesce.engine.batch import Batch, Row, check_rows, plan
-from quiesce.engine.config import dtype_of, fingerprint, read_config
+from quiesce.engine.config import dtype_of, read_config
 from quiesce.engine.errors import EngineError, NonFiniteLogits
+from quiesce.engine.fingerprint import fingerprint
 from quiesce.engine.kv import KVPool
 from quiesce.engine.logprobs import token_logprob
-from quiesce.engine.model import Llama
+from quiesce.engine.model import Model
 from quiesce.engine.penalties import needs_history
 from quiesce.engine.sampler import Sampled, check_sampling, sample
 from quiesce.engine.weights import load_weights
@@ -73,7 +74,7 @@ class Engine:
         self._device = torch.device(device)
         self.kv = KVPool(self.model_config, pages=pool_pages, page_size=page_size, dtype=dtype, device=self._device)
         with torch.inference_mode():
-            self._model = Llama(
+            self._model = Model(
                 self.model_config,
                 load_weights(self.model_config, self._device, dtype_of(dtype)),
                 context_length=self.context_length,

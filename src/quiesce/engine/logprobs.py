@@ -6,6 +6,8 @@ import numpy as np
 
 from quiesce.core.messages import TokenLogprob
 
+MARGINS = (8.0, np.inf)  # how far below the best alternatives are looked for, in turn
+
 
 def ranked(logits: np.ndarray, floor: float) -> np.ndarray:
     """Ids (int64) of the logits >= `floor`, highest first, ties by id: one sort of (value, id) packed in 64 bits."""
@@ -33,7 +35,11 @@ def token_logprob(logits: np.ndarray, token: int, alternatives: int) -> TokenLog
     count = min(alternatives, logits.shape[0])
     if count <= 0:
         return TokenLogprob(of(token))
+    for margin in MARGINS:
+        near = logits[logits >= best - margin]
+        if near.shape[0] >= count:
+            break
     # the smallest of the `count` best bounds what must be sorted; ties at that value are settled by id
-    floor = np.partition(logits, logits.shape[0] - count)[logits.shape[0] - count]
+    floor = np.partition(near, near.shape[0] - count)[near.shape[0] - count]
     top = ranked(logits, float(floor))[:count]
     return TokenLogprob(of(token), tuple((int(number), of(int(number))) for number in top))

@@ -1,23 +1,22 @@
-"""The Llama forward pass over one flat batch of rows."""
+"""The forward pass of a Llama, Mistral, Qwen2 or Qwen3 over one flat batch of rows."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 import torch.nn.functional as F
 
 from quiesce.engine import attention
 from quiesce.engine.batch import MIN_ROWS, Batch
-from quiesce.engine.config import ModelConfig, Rope
+from quiesce.engine.config import ModelConfig
 from quiesce.engine.errors import EngineError
 from quiesce.engine.kv import KVPool
-from quiesce.engine.weights import Weights
+from quiesce.engine.rope import frequencies
+from quiesce.engine.weights import LayerWeights, Weights
 
 PROBE_ROWS = (MIN_ROWS, 7, 64)
 
 
-class Llama:
+class Model:
     """Weights plus rotary tables. `deterministic` makes a token's bits independent of its batch."""
 
     def __init__(self, config: ModelConfig, weights: Weights, *, context_length: int, deterministic: bool) -> None:
@@ -25,7 +24,7 @@ class Llama:
         self._dtype, self._device = weights.embedding.dtype, weights.embedding.device
         self._q_size, self._kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
         angles = torch.outer(torch.arange(context_length).float(), frequencies(config.rope, config.head_dim))
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = angles.cos() * config.rope.attention_factor, angles.sin() * config.rope.attention_factor
         # laid out for whole heads, the sign of the rotation folded in
         self._cos = torch.cat((cos, cos), 1).to(self._device, self._dtype)
         self._sin = torch.cat((-sin, sin), 1).to(self._device, self._dtype)
@@ -40,10 +39,11 @@ class Llama:
         x = F.embedding(batch.tokens, weights.embedding)
         cos, sin = self._cos[batch.positions].unsqueeze(1), self._sin[batch.positions].unsqueeze(1)
         for number, layer in enumerate(weights.layers):
-            qkv = F.linear(F.rms_norm(x, shape, layer.attention_norm, eps), layer.qkv)
+            qkv = F.linear(F.rms_norm(x, shape, layer.attention_norm, eps), layer.qkv, layer.qkv_bias)
+            self._normalise(qkv, layer)
             self._rotate(qkv, cos, sin)
             attended = self._attend(number, qkv, batch, kv)
-            x += F.linear(attended, layer.out)
+            x += F.linear(attended, layer.out, layer.out_bias)
             gate, up = F.linear(F.rms_norm(x, shape, layer.mlp_norm, eps), layer.gate_up).chunk(2, -1)
             x += F.linear(F.silu(gate).mul_(up), layer.down)
         return x
@@ -57,6 +57,15 @@ class Llama:
             x = F.pad(x, (0, 0, 0, MIN_ROWS - wanted))
         x = F.rms_norm(x, (self.config.hidden_size,), self.weights.norm, self.config.norm_eps)
         return F.linear(x, self.weights.head)[:wanted]
+
+    def _normalise(self, qkv: torch.Tensor, layer: LayerWeights) -> None:
+        """Normalise each head of q and k in place, in models that do."""
+        if layer.q_norm is None or layer.k_norm is None:
+            return
+        dim, k_end = self.config.head_dim, self._q_size + self._kv_size
+        for part, norm in ((qkv[:, : self._q_size], layer.q_norm), (qkv[:, self._q_size : k_end], layer.k_norm)):
+            heads = part.view(part.shape[0], -1, dim)
+            heads.copy_(F.rms_norm(heads, (dim,), norm, self.config.norm_eps))
 
     def _rotate(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Rotate the q and k parts in place."""
@@ -94,35 +103,19 @@ class Llama:
         return out.view(-1, self._q_size)
 
 
-def frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
-    """Rotary frequencies, float32 [head_dim / 2], as transformers computes them."""
-    base = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
-    if rope.kind == "default":
-        return base
-    if rope.kind == "linear":
-        return base / rope.factor
-    wavelength = 2 * math.pi / base
-    low, high = rope.original_context / rope.low_freq_factor, rope.original_context / rope.high_freq_factor
-    blend = (rope.original_context / wavelength - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
-    between = (1 - blend) * base / rope.factor + blend * base
-    scaled = torch.where(wavelength > low, base / rope.factor, base)
-    return torch.where((wavelength <= low) & (wavelength >= high), between, scaled)
-
-
 def check_row_invariance(weights: Weights) -> None:
     """Raises EngineError if this build's matrix product rounds a row differently by how many rows there are."""
     probed = set()
     draw = torch.Generator().manual_seed(0)
-    for matrix in weights.matrices():
-        if matrix.shape in probed:
+    for matrix, bias in weights.products():
+        kind = (matrix.shape, bias is None)
+        if kind in probed:
             continue
-        probed.add(matrix.shape)
+        probed.add(kind)
         x = torch.randn((max(PROBE_ROWS), matrix.shape[1]), generator=draw).to(matrix)
-        whole = F.linear(x, matrix)
+        whole = F.linear(x, matrix, bias)
         for rows in PROBE_ROWS:
-            if not torch.equal(F.linear(x[-rows:], matrix), whole[-rows:]):
+            if not torch.equal(F.linear(x[-rows:], matrix, bias), whole[-rows:]):
                 raise EngineError(
                     f"deterministic: on this machine a {tuple(matrix.shape)} {matrix.dtype} product of {rows} rows"
                     " rounds differently from a larger one; run without it, or with another dtype or threads"
