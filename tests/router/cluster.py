@@ -26,10 +26,12 @@ from quiesce.core.messages import (
     Inspect,
     Inspected,
     Limits,
+    PromptLogprobs,
     Register,
     Registered,
     Sample,
     Start,
+    TokenLogprob,
     Tokens,
 )
 from quiesce.roles.settings import RouterSettings
@@ -144,6 +146,8 @@ class FakeWorker:
                         self.control.send(received.sender, Inspected(seq, self.samples, state))
 
     def answer(self, start: Start) -> None:
+        if self.role != "decode":
+            self.tell_prompt(start)
         if self.role == "prefill":
             self.end(start.rid, "handed_over")
             return
@@ -154,13 +158,31 @@ class FakeWorker:
 
     def tokens(self, rid: str, *ids: int) -> None:
         self.counts[rid] += len(ids)
-        assert self.control.send(self.active[rid], Tokens(rid, ids))
+        top = self.starts[rid].sampling.logprobs
+        logprobs = () if top is None else tuple(logprob_of(id, top) for id in ids)
+        assert self.control.send(self.active[rid], Tokens(rid, ids, logprobs))
+
+    def tell_prompt(self, start: Start, piece: int = 5) -> None:
+        """The prompt's log-probabilities, `piece` in a message."""
+        top = start.sampling.prompt_logprobs
+        if top is None:
+            return
+        found = [None, *(logprob_of(id, top) for id in start.token_ids[1:])]
+        for first in range(0, len(found), piece):
+            message = PromptLogprobs(start.rid, first, tuple(found[first : first + piece]))
+            assert self.control.send(self.active[start.rid], message)
 
     def end(self, rid: str, outcome: str, status: int = 200, reason: str = "") -> None:
         router = self.active.pop(rid)
         prompt = len(self.starts[rid].token_ids)
         count = self.counts[rid]
         assert self.control.send(router, Ended(rid, outcome, status, reason, prompt, count, self.cached_tokens))
+
+
+def logprob_of(id: int, top: int) -> TokenLogprob:
+    """What the fakes say of a token: its own is the second best, its successors follow."""
+    found = ((id + 1, -0.25 - id / 1024), (id, -0.5 - id / 1024), *((id + k, -1.0 * k) for k in range(2, 20)))
+    return TokenLogprob(found[1][1], found[:top])
 
 
 @dataclass
