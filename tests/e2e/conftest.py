@@ -16,6 +16,11 @@ SIZES = (f"--context-length={CONTEXT}", "--max-total-tokens=16384", f"--chunked-
 QUICK = ("--hold-timeout=5", "--drain-timeout=5", "--dtype=float32")
 
 
+def short_folder() -> tempfile.TemporaryDirectory[str]:
+    """Unix socket paths are short, pytest's folders are not."""
+    return tempfile.TemporaryDirectory(prefix="q-", dir="/tmp")
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny", layers=4, context=CONTEXT)
@@ -23,14 +28,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Unix socket paths are short, pytest's folders are not."""
-    with tempfile.TemporaryDirectory(prefix="qe-") as path:
+    with short_folder() as path:
         yield Path(path)
 
 
 @pytest.fixture(scope="module")
 def serve(tiny: Path) -> Iterator[Product]:
-    with tempfile.TemporaryDirectory(prefix="qe-") as path, Product(tiny, Path(path), *SIZES, *QUICK) as product:
+    with short_folder() as path, Product(tiny, Path(path), *SIZES, *QUICK) as product:
         yield warmed(product)
 
 

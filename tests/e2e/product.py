@@ -69,10 +69,10 @@ class Product:
         self.model = str(model)
         self.name = name or Path(self.model).name
         self.folder = folder
-        self.runtime = folder / "run"
+        self.runtime = folder / "r"  # socket paths are short
         self.runtime.mkdir(parents=True, exist_ok=True)
-        self.log = folder / "serve.log"
         self.port = free_port()
+        self.log = folder / f"serve-{self.port}.log"
         self.url = f"http://127.0.0.1:{self.port}"
         words = [sys.executable, "-m", "quiesce", "serve", self.model, f"--port={self.port}", *options]
         self.began = time.monotonic()
@@ -96,7 +96,7 @@ class Product:
 
         def ready() -> bool:
             if self.process.poll() is not None:
-                raise RuntimeError(f"serve ended with {self.process.returncode}:\n{self.log.read_text()}")
+                raise RuntimeError(f"serve ended with {self.process.returncode}:\n{self.log.read_text()[-3000:]}")
             return READY.search(self.log.read_bytes()) is not None
 
         until(ready, START_SECONDS, f"serve to be ready; {self.log}")

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from e2e.conftest import CONTEXT, QUICK, SIZES, warmed
+from e2e.conftest import CONTEXT, QUICK, SIZES, short_folder, warmed
 from e2e.product import Product, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -104,9 +104,9 @@ def test_unknown_path_and_method_answer_in_the_same_shape(serve: Product) -> Non
 
 
 @pytest.fixture(scope="module")
-def narrow(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
+def narrow(tiny: Path) -> Iterator[Product]:
     """It takes four requests."""
-    with Product(tiny, tmp_path_factory.mktemp("n"), *SIZES, *QUICK, "--max-inflight=4") as product:
+    with short_folder() as path, Product(tiny, Path(path), *SIZES, *QUICK, "--max-inflight=4") as product:
         yield warmed(product)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import time
 from collections import deque
@@ -89,6 +90,7 @@ def serve(asked: Serve) -> int:
     _check_children(asked)
     check_model(asked.model, asked.sizes, asked.engine, len(asked.worker_names))
     asked = replace(asked, http=replace(asked.http, port=choose_port(asked.http.host, asked.http.port)))
+    signal.signal(signal.SIGTERM, _leave)  # until the supervisor takes signals over
     run_dir = RunDir()
     try:
         return asyncio.run(_serve(asked, run_dir))
@@ -104,6 +106,10 @@ def _check_children(asked: Serve) -> None:
         "decode", asked.model, asked.name, "", wiring, asked.sizes, asked.engine, asked.hand_off, asked.process
     )
     router_settings(asked.model, asked.name, RouterWiring("", nowhere), asked.http, asked.process)
+
+
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 async def _serve(asked: Serve, run_dir: RunDir) -> int:

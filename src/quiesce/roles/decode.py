@@ -83,6 +83,7 @@ class DecodeWorker(Worker):
 
     def schedule(self) -> None:
         """Offers in order of arrival. Who waits for a peer lets others pass; who waits for pages does not."""
+        self.peers.forget_hopeless({leg.start.prefill.epoch for leg in self.waiting if leg.start.prefill})
         for leg in list(self.waiting):
             address = leg.start.prefill
             assert address is not None

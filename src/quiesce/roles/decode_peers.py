@@ -74,7 +74,7 @@ class DecodePeers:
             return
         known = self._by_sender.get(received.sender)
         if known is None:
-            if len(self._by_sender) >= MAX_SESSIONS:
+            if len(self._by_sender) >= MAX_SESSIONS and not self._drop_half_open():
                 self._refuse(received, hello, f"{MAX_SESSIONS} sessions are open already")
                 return
             handshake = Handshake(self._epoch, 0, self._fingerprint, lambda: secrets.randbits(63))
@@ -86,6 +86,14 @@ class DecodePeers:
             self.refused += 1
             del self._by_sender[received.sender]
         self._listener.send(received.sender, answer)
+
+    def _drop_half_open(self) -> bool:
+        """Makes room for a session by ending the oldest handshake that stopped half way (guard D7)."""
+        for sender, peer in self._by_sender.items():
+            if peer.handshake.peer is None:
+                del self._by_sender[sender]
+                return True
+        return False
 
     def _refuse(self, received: Received, hello: Hello, reason: str) -> None:
         self.refused += 1

@@ -10,6 +10,7 @@ from quiesce.core.messages import Control, Ended, Start, Tokens
 from quiesce.core.pairing import pairing_digest
 
 OUTBOX_LIMIT = 65_536  # messages a router may be behind before it is given up
+LAST_WORDS_SECONDS = 30.0  # how long they are kept for a router that reads nothing
 
 
 class Sender(Protocol):
@@ -35,13 +36,21 @@ class WorkerLeg:
 
 
 @dataclass
+class Outbox:
+    """What one router has not taken yet; `moved`: when it last took something."""
+
+    waiting: deque[Control] = field(default_factory=deque)
+    moved: float | None = None
+
+
+@dataclass
 class Legs:
     """At most one leg per rid and per room; each ends with exactly one `Ended`."""
 
     sender: Sender
     by_rid: dict[str, WorkerLeg] = field(default_factory=dict)
     by_room: dict[int, WorkerLeg] = field(default_factory=dict)
-    outbox: dict[bytes, deque[Control]] = field(default_factory=dict)
+    outbox: dict[bytes, Outbox] = field(default_factory=dict)
     started: int = 0
     ended: dict[str, int] = field(default_factory=dict)
 
@@ -78,23 +87,26 @@ class Legs:
 
     def tell(self, router: bytes, message: Control) -> None:
         """In order, never lost while the router keeps up; a full queue is retried from `flush`."""
-        waiting = self.outbox.get(router)
-        if waiting is None and self.sender.send(router, message):
+        if router not in self.outbox and self.sender.send(router, message):
             return
-        self.outbox.setdefault(router, deque()).append(message)
+        self.outbox.setdefault(router, Outbox()).waiting.append(message)
 
-    def flush(self) -> list[bytes]:
-        """Tries what is waiting; returns the routers that are too far behind to be kept."""
+    def flush(self, now: float) -> list[bytes]:
+        """Tries what is waiting; returns the routers whose legs must end, because they are too far behind."""
         lost = []
-        for router, waiting in list(self.outbox.items()):
-            while waiting and self.sender.send(router, waiting[0]):
-                waiting.popleft()
-            if not waiting:
+        for router, outbox in list(self.outbox.items()):
+            if outbox.moved is None:
+                outbox.moved = now
+            while outbox.waiting and self.sender.send(router, outbox.waiting[0]):
+                outbox.waiting.popleft()
+                outbox.moved = now
+            if not outbox.waiting:
                 del self.outbox[router]
-            elif len(waiting) > OUTBOX_LIMIT or not any(leg.router == router for leg in self.by_rid.values()):
-                # Nobody is left there who could be told: last words to a router that is gone are dropped.
+            elif len(outbox.waiting) > OUTBOX_LIMIT:
                 del self.outbox[router]
                 lost.append(router)
+            elif now - outbox.moved > LAST_WORDS_SECONDS and not self.of(router):
+                del self.outbox[router]  # last words to a router that is gone; one that is only slow takes them
         return lost
 
     def of(self, router: bytes) -> list[WorkerLeg]:

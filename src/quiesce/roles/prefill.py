@@ -216,11 +216,15 @@ class PrefillWorker(Worker):
             self.queue.remove(job)
         if job.sequence is not None:
             self.batch.remove(job.sequence)
-        if job.request is not None:
-            done = reason == "done"
-            self.say_end(
-                job.request, "handed_over" if done else "failed", 200 if done else 502, "" if done else reason
-            )
+        if job.request is None:
+            return
+        record = self.borrower.record(leg)
+        if reason == "done":
+            self.say_end(job.request, "handed_over")
+        elif record is not None and record.asked:  # the decode worker gave it up, and says why itself
+            self.say_end(job.request, "cancelled", 502, reason)
+        else:
+            self.say_end(job.request, "failed", 502, reason)
 
     def fire(self, payload: object) -> None:
         assert isinstance(payload, Fired)

@@ -76,6 +76,12 @@ class PrefillPeers:
             return f"prefill {peer.address.name} did not answer within {UNREACHABLE:.0f} s"
         return None
 
+    def forget_hopeless(self, wanted: set[int]) -> None:
+        """Drops links that lead nowhere and that nobody waits for; a request that names one again tries anew."""
+        for epoch, peer in list(self.peers.items()):
+            if epoch not in wanted and not peer.taken and self.hopeless(peer) is not None:
+                self.drop(epoch)
+
     def send(self, epoch: int, message: Wire) -> bool:
         """False when that epoch is gone or its queue is full: the protocol repeats."""
         peer = self.peers.get(epoch)

@@ -142,7 +142,7 @@ class Worker(ABC):
         self._guarded(self.steps.collect)
         self._guarded(self.schedule)
         self.steps.launch()
-        for router in self.legs.flush():
+        for router in self.legs.flush(time.monotonic()):
             log.error("the router does not read its answers; its legs are cancelled")
             for leg in self.legs.of(router):
                 self.give_up(leg, "cancelled", 499, "the router is gone")
@@ -163,8 +163,9 @@ class Worker(ABC):
                 self._guarded(self._dispatch, item)
         gone = self.registration.turn()
         if gone is not None:
-            log.warning("router %016x is gone: its requests are cancelled", gone)
-            for leg in [leg for leg in self.legs.by_rid.values() if leg.start.router_epoch == gone]:
+            orphans = [leg for leg in self.legs.by_rid.values() if leg.start.router_epoch == gone]
+            log.log(logging.WARNING if orphans else logging.INFO, "router %016x is gone", gone)
+            for leg in orphans:
                 self.give_up(leg, "cancelled", 499, "the router is gone")
 
     def _dispatch(self, received: Received) -> None:
@@ -226,7 +227,7 @@ class Worker(ABC):
             completion_tokens=leg.generated,
             cached_tokens=leg.cached_tokens,
         )
-        if self.legs.end(leg, ended) and status >= 500:
+        if self.legs.end(leg, ended) and outcome == "failed":
             log.warning("request %s (room %d) ended %s: %s", leg.rid, leg.start.room, outcome, reason)
 
     # ------------------------------------------------------------ standing
@@ -308,7 +309,7 @@ class Worker(ABC):
             return False
         for leg in list(self.legs.by_rid.values()):
             self.give_up(leg, "failed", 503, f"{self.settings.name} is shutting down")
-        self.legs.flush()
+        self.legs.flush(time.monotonic())
         return True
 
     def close(self) -> None:

@@ -82,12 +82,12 @@ class Router:
             self.dispatcher.close()
 
     def stop(self) -> None:
-        """Drains, then ends `serve`. Called again: ends it without waiting for running requests."""
+        """Drains, then ends `serve`. Called again: running requests are cancelled, and their clients told."""
         if self._stopping is None:
             log.info("draining: %d requests run", self.front.inflight)
             self._stopping = asyncio.get_running_loop().create_task(self._drain(), name="drain")
         else:
-            self._server.should_exit = True
+            self.dispatcher.hurry()
 
     async def _drain(self) -> None:
         try:

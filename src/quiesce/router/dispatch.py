@@ -45,6 +45,7 @@ class Dispatcher:
         self.registry = registry or Registry()
         self.epoch = secrets.randbits(64)
         self.draining = False
+        self._patience = 0.0  # until when a drain waits for running requests
         self._calls: dict[str, Call] = {}
         self._counts: Counter[str] = Counter()
         self._turn = 0
@@ -155,15 +156,18 @@ class Dispatcher:
     async def drain(self, seconds: float) -> None:
         """No new work; what runs may end by itself for `seconds`, then it is cancelled and told so."""
         self.draining = True
-        await self._until_idle(seconds)
+        self._patience = self._loop.time() + seconds
+        while self._calls and self._loop.time() < self._patience:
+            await asyncio.sleep(0.02)
         for call in list(self._calls.values()):
             self.feed(call, rq.GaveUp(503, "the server is shutting down", "draining"))
-        await self._until_idle(1.0)
-
-    async def _until_idle(self, seconds: float) -> None:
-        end = self._loop.time() + seconds
+        end = self._loop.time() + 1.0
         while self._calls and self._loop.time() < end:
             await asyncio.sleep(0.02)
+
+    def hurry(self) -> None:
+        """Cuts a drain short: what still runs is cancelled and told so now."""
+        self._patience = 0.0
 
     # ------------------------------------------------------------ machines
 

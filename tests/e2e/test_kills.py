@@ -1,0 +1,122 @@
+"""kill -9 of every process in turn: clients hear soon, one process restarts, the next answer is right."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+import pytest
+
+from e2e.product import Product, until
+from e2e.streams import Stream
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+HEARD_SECONDS = 5.0
+BACK_SECONDS = 60.0
+LONG = [20 + i % 200 for i in range(1900)]
+PROBE = [30, 31, 32, 33]
+WORKERS = {"prefill-0", "decode-0"}
+
+
+def kill(pid: int) -> float:
+    os.kill(pid, signal.SIGKILL)
+    return time.monotonic()
+
+
+def decoding(product: Product) -> Stream:
+    stream = Stream(product, PROBE, 1900)
+    stream.until_event()
+    return stream
+
+
+def prefilling(product: Product) -> Stream:
+    start = product.ledger()["prefill-0"]["prompt_tokens_computed"]
+    stream = Stream(product, LONG, 4)
+    until(lambda: product.ledger()["prefill-0"]["prompt_tokens_computed"] > start, 10, "prefill to begin")
+    return stream
+
+
+def hears(stream: Stream, killed: float) -> None:
+    """An error within the time; never the end of a whole answer."""
+    stream.socket.settimeout(HEARD_SECONDS)
+    stream.to_end()
+    assert time.monotonic() - killed < HEARD_SECONDS
+    assert stream.error is not None and not stream.whole
+    assert stream.status in (200, 500, 502, 503), stream.status
+
+
+def recovers(product: Product, right: str, before: dict[str, str], restarted: set[str]) -> None:
+    def back() -> bool:
+        if not product.healthy():
+            return False
+        now = product.epochs()
+        return now.keys() == WORKERS and all(now[name] != before[name] for name in restarted)
+
+    until(back, BACK_SECONDS, f"a new {restarted or 'router'}")
+    assert product.ask(PROBE) == right
+    after = product.epochs()
+    assert {name for name in WORKERS if after[name] != before[name]} == restarted, "nobody else restarts"
+    product.check_idle(product.boot)
+
+
+def test_worker_killed_while_streaming_and_while_waiting(serve: Product) -> None:
+    right, answer = serve.ask(PROBE), serve.ask(PROBE, 1900)
+
+    before = serve.epochs()
+    stream = decoding(serve)
+    hears(stream, kill(serve.pid("decode-0")))
+    assert answer.startswith(stream.text)
+    recovers(serve, right, before, {"decode-0"})
+
+    before = serve.epochs()
+    stream = prefilling(serve)
+    hears(stream, kill(serve.pid("decode-0")))
+    recovers(serve, right, before, {"decode-0"})
+
+    before = serve.epochs()
+    stream = prefilling(serve)
+    hears(stream, kill(serve.pid("prefill-0")))
+    recovers(serve, right, before, {"prefill-0"})
+
+    before = serve.epochs()
+    stream = decoding(serve)
+    kill(serve.pid("prefill-0"))
+    stream.to_end()  # its pages are in decode already: the answer needs prefill no more
+    assert stream.whole and stream.text == answer
+    recovers(serve, right, before, {"prefill-0"})
+
+
+def test_mover_killed_while_streaming_and_while_waiting(serve: Product) -> None:
+    """The engine stays; it starts another mover, and what was under way ends with an error or is computed anew."""
+    right, answer = serve.ask(PROBE), serve.ask(PROBE, 1900)
+    before = serve.epochs()
+    stream = decoding(serve)
+    kill(serve.mover())
+    stream.to_end()
+    assert stream.whole and stream.text == answer
+    recovers(serve, right, before, set())
+
+    stream = prefilling(serve)
+    killed = kill(serve.mover())
+    stream.socket.settimeout(HEARD_SECONDS)
+    stream.to_end()
+    assert time.monotonic() - killed < HEARD_SECONDS
+    assert stream.error is not None or stream.whole
+    recovers(serve, right, before, set())
+
+
+def test_router_killed_while_streaming_and_while_waiting(serve: Product) -> None:
+    right = serve.ask(PROBE)
+    before = serve.epochs()
+    streams = [decoding(serve), prefilling(serve)]
+    killed = kill(serve.pid("router"))
+    for stream in streams:
+        stream.socket.settimeout(HEARD_SECONDS)
+        with contextlib.suppress(ConnectionResetError):
+            stream.to_end()
+        assert time.monotonic() - killed < HEARD_SECONDS
+        assert not stream.whole
+    recovers(serve, right, before, set())

@@ -1,0 +1,63 @@
+"""Last words reach a router that is slow, and are not kept for one that is gone."""
+
+from __future__ import annotations
+
+from quiesce.core.messages import Control, Ended, Sampling, Start, Tokens
+from quiesce.roles.legs import LAST_WORDS_SECONDS, OUTBOX_LIMIT, Legs, WorkerLeg
+
+ROUTER = b"r"
+
+
+class Queue:
+    """A socket that takes `room` messages."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.taken: list[Control] = []
+
+    def send(self, to: bytes, message: Control) -> bool:
+        if self.room <= 0:
+            return False
+        self.room -= 1
+        self.taken.append(message)
+        return True
+
+
+def running(legs: Legs, number: int = 0) -> WorkerLeg:
+    start = Start(f"rid{number}", 7, 100 + number, (1, 2), Sampling(max_tokens=4), 1000)
+    leg = WorkerLeg(start, ROUTER, 0.0)
+    legs.open(leg)
+    return leg
+
+
+def test_r1_last_word_waits_for_a_router_that_is_slow() -> None:
+    queue = Queue(room=1)
+    legs = Legs(queue)
+    leg = running(legs)
+    for token in range(3):
+        legs.tokens(leg, token)
+    assert legs.end(leg, Ended(leg.rid, "length"))
+    assert legs.flush(0.0) == [] and legs.flush(LAST_WORDS_SECONDS - 1) == []
+    queue.room = 10
+    assert legs.flush(LAST_WORDS_SECONDS) == []
+    assert queue.taken == [*(Tokens(leg.rid, (token,)) for token in range(3)), Ended(leg.rid, "length")]
+    assert not legs.outbox
+
+
+def test_last_words_to_a_router_that_is_gone_are_dropped_in_the_end() -> None:
+    legs = Legs(Queue(room=0))
+    leg = running(legs)
+    legs.end(leg, Ended(leg.rid, "cancelled"))
+    legs.flush(0.0)
+    assert legs.outbox
+    assert legs.flush(LAST_WORDS_SECONDS + 1) == []
+    assert not legs.outbox
+
+
+def test_a_router_too_far_behind_loses_its_legs() -> None:
+    legs = Legs(Queue(room=0))
+    leg = running(legs)
+    for token in range(OUTBOX_LIMIT + 1):
+        legs.tokens(leg, token)
+    assert legs.flush(0.0) == [ROUTER]
+    assert legs.of(ROUTER) == [leg] and not legs.outbox
