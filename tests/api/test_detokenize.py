@@ -190,3 +190,38 @@ def test_a_half_matched_stop_string_is_given_back_at_the_end(byte_level: Tokeniz
     stream = TextStream(Vocabulary(byte_level), ["</answer>"])
     assert stream.push(byte_level.encode("x </ans").ids) == "x "
     assert stream.flush() == "</ans" and not stream.stopped
+
+
+@settings(max_examples=300, deadline=None)
+@given(letters=st.text("ab", max_size=20), stop=st.text("ab", min_size=1, max_size=3), least=st.integers(0, 8))
+def test_a_stop_string_that_min_tokens_complete_does_not_count(
+    byte_level: Tokenizer, letters: str, stop: str, least: int
+) -> None:
+    ids = [byte_level.token_to_id(letter) for letter in letters]
+    stream = TextStream(Vocabulary(byte_level), [stop], min_tokens=least)
+    said = "".join(stream.push([id]) for id in ids) + stream.flush()
+    ends = [end for end in range(least + 1, len(letters) + 1) if letters[:end].endswith(stop)]
+    assert said == (letters[: ends[0] - len(stop)] if ends else letters)
+    assert stream.counted == (ends[0] if ends else len(ids))
+
+
+def test_tokens_are_shown_as_text_and_as_bytes(byte_level: Tokenizer) -> None:
+    shown = Vocabulary(byte_level).shown
+    first, second = byte_level.encode("é").ids
+    assert shown(byte_level.token_to_id("th")) == ("th", b"th")
+    assert (shown(first), shown(second)) == (("\\xc3", b"\xc3"), ("\\xa9", b"\xa9"))
+    assert shown(byte_level.token_to_id("<|im_end|>")) == ("<|im_end|>", b"<|im_end|>")
+    assert shown(10**6) == ("", b"")
+    fallback = TOKENIZERS["byte_fallback"]
+    shown = Vocabulary(fallback).shown
+    assert shown(fallback.token_to_id("▁a")) == (" a", b" a")
+    assert shown(fallback.token_to_id("<0xC3>")) == ("\\xc3", b"\xc3")
+    assert shown(fallback.token_to_id("<0x41>")) == ("A", b"A")
+    spaced = TOKENIZERS["metaspace"]
+    assert Vocabulary(spaced).shown(spaced.token_to_id("▁the")) == (" the", b" the")
+
+
+def test_offsets_count_whole_characters(byte_level: Tokenizer) -> None:
+    stream = TextStream(Vocabulary(byte_level))
+    stream.push(byte_level.encode("aéa").ids)
+    assert stream.offsets == [0, 1, 1, 2]

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quiesce.api.chat import TextModel
-from quiesce.core.messages import Sample, Start
+from quiesce.core.messages import Sample, Sampling, Start
 from router.cluster import Cluster, body, cluster, until
 
 pytestmark = pytest.mark.anyio
@@ -124,6 +125,15 @@ async def test_bad_input_is_a_4xx_in_milliseconds_and_reaches_no_worker(c: Clust
         (completion, json.dumps({"model": "tiny", "prompt": ""}).encode(), 400, "prompt"),
         (completion, json.dumps({"model": "tiny", "prompt": [512]}).encode(), 400, "prompt"),
         (completion, json.dumps({"model": "tiny", "prompt": [10**40]}).encode(), 400, "prompt"),
+        (
+            completion,
+            json.dumps({"model": "tiny", "prompt": "x", "logit_bias": {"512": 1}}).encode(),
+            400,
+            "logit_bias",
+        ),
+        (chat, json.dumps(body(stop_token_ids=[512])).encode(), 400, "stop_token_ids"),
+        (chat, json.dumps(body(stop_token_ids=[-1])).encode(), 400, "stop_token_ids"),
+        (chat, json.dumps(body(min_tokens=5)).encode(), 400, "min_tokens"),
         (completion, json.dumps({"model": "tiny", "prompt": "word " * 1_000_000}).encode(), 400, "prompt"),
     ]
     times = []
@@ -137,6 +147,55 @@ async def test_bad_input_is_a_4xx_in_milliseconds_and_reaches_no_worker(c: Clust
     assert statistics.median(times) < 0.05 and max(times) < 1
     assert not c.prefill.starts and not c.decode.starts
     assert (await c.chat()).status_code == 200
+
+
+async def test_scenario_d44_bad_requests_do_not_make_workers_unusable(c: Cluster) -> None:
+    for _ in range(20):
+        assert (await c.chat(messages=[{"role": "user", "content": "x" * 3000}])).status_code == 400
+    assert (await c.client.get("/health")).status_code == 200
+    assert (await c.chat()).status_code == 200
+
+
+async def test_every_sampling_field_reaches_both_workers(c: Cluster) -> None:
+    fields: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "top_k": 7,
+        "min_p": 0.125,
+        "seed": -5,
+        "repetition_penalty": 1.5,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.75,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "max_tokens": 3,
+        "logprobs": True,
+        "top_logprobs": 4,
+        "prompt_logprobs": 1,
+    }
+    answer = await c.chat(**fields, logit_bias={"11": -100, "5": 2.5}, stop_token_ids=[9])
+    assert answer.status_code == 200, answer.text
+    expected = Sampling(
+        **{name: value for name, value in fields.items() if name not in ("logprobs", "top_logprobs")},
+        logit_bias=((5, 2.5), (11, -100.0)),
+        stop_token_ids=(9,),
+        logprobs=4,
+    )
+    for worker in (c.prefill, c.decode):
+        (start,) = worker.starts.values()
+        assert start.sampling == expected
+    assert set(msgspec.structs.asdict(expected)) - set(fields) == {"logit_bias", "stop_token_ids"}
+
+
+async def test_a_request_is_logged_once_with_its_ids(c: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "quiesce.api.generate")
+    good = await c.client.post("/v1/chat/completions", json=body(), headers={"x-request-id": "mine"})
+    bad = await c.client.post("/v1/chat/completions", json=body(n=0), headers={"x-request-id": "other"})
+    await c.idle()
+    for answer, label, status in ((good, "mine", 200), (bad, "other", 400)):
+        rid = answer.headers["x-quiesce-request-id"]
+        (line,) = [record.getMessage() for record in caplog.records if rid in record.getMessage()]
+        assert f"({label})" in line and str(status) in line
 
 
 async def test_a_body_over_the_limit_is_413_whether_or_not_it_says_so(tmp_path: Path, text: TextModel) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quiesce.core.messages import Ended
+from quiesce.core.messages import Ended, TokenLogprob
 from quiesce.router.request import (
     CANCEL_TRIES,
     Arm,
     Begin,
     Emit,
+    EmitPrompt,
     Event,
     Finish,
     Fired,
@@ -21,6 +22,7 @@ from quiesce.router.request import (
     LegClosed,
     LegEnded,
     LegLost,
+    LegPrompt,
     LegSilent,
     LegState,
     LegTokens,
@@ -144,10 +146,41 @@ def test_missing_tokens_are_a_failure() -> None:
     assert error_of(machine.on(ended("decode", "length", tokens=2))) == (500, "tokens_lost")
 
 
+def test_the_verdict_waits_for_the_prompts_logprobs() -> None:
+    machine = RequestMachine(logprobs=True, prompt_logprobs=3)
+    for event in (Begin(), Sent("decode"), Sent("prefill")):
+        machine.on(event)
+    one = TokenLogprob(-1.0)
+    assert machine.on(LegTokens("decode", (1,), (one,))) == [Emit((1,), (one,))]
+    assert machine.on(ended("decode", "length", tokens=1)) == [LegClosed("decode")]
+    assert machine.on(LegPrompt("decode", 0, (None,))) == [] and machine.late == 1  # not the side that computes it
+    assert machine.on(LegPrompt("prefill", 0, (None, one))) == [EmitPrompt((None, one))]
+    emitted, finish, *_ = machine.on(LegPrompt("prefill", 2, (one,)))
+    assert emitted == EmitPrompt((one,)) and finish.verdict.finish_reason == "length"
+    assert machine.on(ended("prefill", "handed_over")) == [LegClosed("prefill"), Forget()]
+
+
+def test_a_prefill_that_is_gone_with_logprobs_of_the_prompt_fails_the_answer() -> None:
+    for last in (
+        LegLost("prefill", "died", dead=True),
+        LegSilent("prefill", "quiet"),
+        ended("prefill", "failed", 500),
+        ended("prefill", "handed_over"),
+        LegPrompt("prefill", 1, (None,)),
+        LegPrompt("prefill", 0, (None,) * 4),
+    ):
+        machine = RequestMachine(prompt_logprobs=3)
+        for event in (Begin(), Sent("decode"), Sent("prefill"), LegTokens("decode", (1,))):
+            machine.on(event)
+        machine.on(ended("decode", "length", tokens=1))
+        assert error_of(machine.on(last))[0] >= 500
+
+
 SIDES = st.sampled_from(["decode", "prefill"])
 OUTCOMES = st.sampled_from(["stop", "length", "handed_over", "cancelled", "refused", "failed"])
 EVENTS = st.one_of(
-    st.builds(LegTokens, SIDES, st.just((1,))),
+    st.builds(LegTokens, SIDES, st.just((1,)), st.sampled_from([(), (TokenLogprob(-1.0),)])),
+    st.builds(LegPrompt, SIDES, st.integers(0, 2), st.sampled_from([(None,), (None, None)])),
     st.builds(ended, SIDES, OUTCOMES, st.sampled_from([200, 400, 503, 7]), st.integers(0, 3)),
     st.builds(LegLost, SIDES, st.just("lost"), st.booleans()),
     st.builds(LegSilent, SIDES, st.just("quiet")),
@@ -163,13 +196,15 @@ EVENTS = st.one_of(
     events=st.lists(EVENTS, max_size=25),
     two=st.booleans(),
     reach=st.tuples(st.booleans(), st.booleans()),
+    logprobs=st.booleans(),
+    prompt=st.integers(0, 2),
 )
 def test_any_order_of_events_gives_one_verdict_and_ends_every_leg(
-    events: list[Event], two: bool, reach: tuple[bool, bool]
+    events: list[Event], two: bool, reach: tuple[bool, bool], logprobs: bool, prompt: int
 ) -> None:
     sides: tuple[Any, ...] = ("decode", "prefill") if two else ("decode",)
     reached = dict(zip(("decode", "prefill"), reach, strict=True))
-    machine = RequestMachine(sides)
+    machine = RequestMachine(sides, logprobs, prompt)
     seen: list[Any] = []
     armed: set[str] = set()
 
@@ -192,7 +227,10 @@ def test_any_order_of_events_gives_one_verdict_and_ends_every_leg(
     finishes = [i for i, action in enumerate(seen) if isinstance(action, Finish)]
     assert len(finishes) <= 1
     if finishes:
-        assert not any(isinstance(action, Emit | SendStart) for action in seen[finishes[0] :])
+        if seen[finishes[0]].verdict.error is None:
+            told = sum(len(action.logprobs) for action in seen if isinstance(action, EmitPrompt))
+            assert told == prompt or Satisfied() in events
+        assert not any(isinstance(action, Emit | EmitPrompt | SendStart) for action in seen[finishes[0] :])
         assert LegState.OPEN not in machine.legs.values()
         assert LegState.NEW not in machine.legs.values()
         waiting = {side for side, state in machine.legs.items() if state is LegState.ENDING}
