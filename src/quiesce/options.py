@@ -84,6 +84,15 @@ class SizeOptions:
     max_queued_requests: Annotated[
         int, Parameter(group=SIZES, help="Requests that a worker holds, waiting ones included.")
     ] = 512
+    schedule_conservativeness: Annotated[
+        float,
+        Parameter(
+            group=SIZES,
+            help="How much of what running answers may still need is kept free for them: 1, as much as answers "
+            "have used lately; 0, nothing. When the pool runs short all the same, the youngest answer gives its "
+            "pages back and is computed again later.",
+        ),
+    ] = 1.0
 
 
 @Parameter(name="*")
@@ -221,6 +230,7 @@ def worker_settings(
         chunked_prefill_size=sizes.chunked_prefill_size,
         max_running=sizes.max_running_requests,
         max_queued=sizes.max_queued_requests,
+        schedule_conservativeness=sizes.schedule_conservativeness,
         transfer=hand_off.transfer,
         hold_timeout=hand_off.hold_timeout,
         max_retained=hand_off.max_retained,

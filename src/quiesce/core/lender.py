@@ -83,6 +83,15 @@ class Lender(Holdings):
         self.transfers[tid] = Transfer(tid, room, pairing, tokens, prefix, dict(ranks))
         return tid
 
+    def local(self, pages: int) -> TransferId | None:
+        """Pages and an id for a request that needs no hand-off (it was retracted and computes its prompt again).
+        Never offered to anybody, so it is the ledger's alone."""
+        tid = TransferId(self.epoch, self.high + 1)
+        if self.ledger.own(tid, pages) is None:
+            return None
+        self.high += 1
+        return tid
+
     def on(self, event: Event) -> list[Action]:
         if isinstance(event, Heard):
             return self._heard(event)

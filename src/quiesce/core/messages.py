@@ -287,6 +287,7 @@ class Start(Message, frozen=True):
     deadline_ms: int
     prefill: Address | None = None  # on decode legs
     salt: str = ""
+    priority: int = 0  # lower is served first and retracted last
 
 
 class Cancel(Message, frozen=True):

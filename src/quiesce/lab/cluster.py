@@ -71,6 +71,7 @@ class LabWorker:
     name: str
     role: str
     process: subprocess.Popen[bytes]
+    killed: bool = False
     address: Address | None = None
     link: Link | None = None
     inspected: Inspected | None = None
@@ -145,6 +146,7 @@ class Cluster:
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         os.kill(self.workers[name].process.pid, number)
         if number == signal.SIGKILL:
+            self.workers[name].killed = True
             self.workers[name].process.wait()
 
     # ------------------------------------------------------------ requests
@@ -231,6 +233,9 @@ class Cluster:
         while not condition():
             if time.monotonic() > limit:
                 raise TimeoutError(f"waited {seconds} s for {what}")
+            for worker in self.workers.values():
+                if not worker.killed and worker.process.poll() is not None:
+                    raise RuntimeError(f"{worker.name} exited with {worker.process.returncode}, see {self._log.name}")
             self.turn()
 
     def inspect(self, name: str, seconds: float = 10.0) -> dict[str, Any]:

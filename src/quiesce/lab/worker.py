@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ class Faults(msgspec.Struct, frozen=True):
     fail: float = 0.0
     ms_per_page: tuple[float, float] = (0.0, 0.0)
     release: Literal["proof", "at once"] = "proof"
+    retract_every: int = 0  # steps; 0: only when the pool is short
 
 
 class Spec(msgspec.Struct, frozen=True):
@@ -62,14 +64,37 @@ def main(path: str) -> int:
     )
     engine = make_engine(settings)
     if settings.role == "colocated":
-        return ColocatedWorker(settings, engine).run()
+        colocated = ColocatedWorker(settings, engine)
+        retract_every(colocated, spec.faults.retract_every)
+        return colocated.run()
     transport = transport_for(settings, spec.faults)
     if settings.role == "prefill":
         return PrefillWorker(settings, engine, transport).run()
     worker = DecodeWorker(settings, engine, transport)
     if spec.faults.release == "at once":
         free_at_once(worker.ledger)
+    retract_every(worker, spec.faults.retract_every)
     return worker.run()
+
+
+def retract_every(worker: DecodeWorker | ColocatedWorker, every: int) -> None:
+    """Retracts the youngest answer before every n-th step, as a short pool would, and takes it back when it fits.
+    One that has not got a token further since the last time is left alone, or it never would."""
+    steps = worker.steps
+    launch, turns = steps.launch, itertools.count(1)
+    length: dict[str, int] = {}  # rid -> tokens when it was last retracted
+
+    def launch_after_retraction() -> bool:
+        if every and not steps.thread.busy:
+            moved = [m for m in steps.batch.members.values() if len(m.tokens) > length.get(m.rid, 0)]
+            if moved and next(turns) % every == 0:
+                youngest = max(moved, key=lambda member: member.precedence)
+                length[youngest.rid] = len(youngest.tokens)
+                steps.tell.retract(youngest)
+                worker.generation.resume()
+        return launch()
+
+    steps.launch = launch_after_retraction  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -7,10 +7,11 @@ from collections import deque
 from typing import Any, Literal
 
 from quiesce.core.admission import pages_for
-from quiesce.core.messages import TransferId
-from quiesce.engine.engine import Engine
-from quiesce.roles.generation import Generation
+from quiesce.core.messages import Sample, TransferId
+from quiesce.engine.engine import Engine, Result
+from quiesce.roles.generation import Generation, Owner
 from quiesce.roles.legs import WorkerLeg
+from quiesce.roles.report import generation_samples
 from quiesce.roles.sequence import Outcome, Sequence
 from quiesce.roles.settings import WorkerSettings
 from quiesce.roles.worker import Worker
@@ -24,7 +25,13 @@ class ColocatedWorker(Worker):
     def __init__(self, settings: WorkerSettings, engine: Engine) -> None:
         super().__init__(settings, engine)
         self.generation = Generation(
-            self.ledger, self.batch, self.legs, settings.page_size, frozenset(engine.eos_ids), self._finished_leg
+            self.ledger,
+            self.batch,
+            self.legs,
+            page_size=settings.page_size,
+            eos=frozenset(engine.eos_ids),
+            owner=Owner(self._finished_leg, self._own, lambda tid, reason: self._end(tid)),
+            conservativeness=settings.schedule_conservativeness,
         )
         self.waiting: deque[WorkerLeg] = deque()
         self.minted = 0
@@ -40,23 +47,33 @@ class ColocatedWorker(Worker):
         tid = self.generation.tids.get(leg.rid)
         if tid is not None:
             self._leave(tid)
-        elif leg in self.waiting:
+        elif not self.generation.forget(leg) and leg in self.waiting:
             self.waiting.remove(leg)
 
     def schedule(self) -> None:
-        while self.waiting and self.generation.fits(self.waiting[0]):
-            leg = self.waiting[0]
-            tid = TransferId(self.epoch, self.minted + 1)
-            if self.ledger.own(tid, pages_for(len(leg.start.token_ids), self.settings.page_size)) is None:
+        self.generation.resume()
+        for leg in sorted(self.waiting, key=lambda leg: leg.start.priority):
+            if not self.generation.fits(leg):
                 return
-            self.minted += 1
-            self.waiting.popleft()
+            tid = self._own(pages_for(len(leg.start.token_ids), self.settings.page_size))
+            if tid is None:
+                return
+            self.waiting.remove(leg)
             self.generation.admit(leg, tid)
             self.generation.sequence(tid, computed=0)
 
-    def computed(self, sequence: Sequence, token: int | None) -> None:
-        if token is not None:
-            self.generation.take(sequence, token)
+    def _own(self, pages: int) -> TransferId | None:
+        tid = TransferId(self.epoch, self.minted + 1)
+        if self.ledger.own(tid, pages) is None:
+            return None
+        self.minted += 1
+        return tid
+
+    def retract(self, sequence: Sequence) -> None:
+        self.generation.retract(sequence)
+
+    def computed(self, sequence: Sequence, result: Result) -> None:
+        self.generation.computed(sequence, result)
 
     def step_failed(self, sequence: Sequence, error: Exception) -> None:
         log.error("request %s failed in the engine", sequence.rid, exc_info=error)
@@ -68,10 +85,21 @@ class ColocatedWorker(Worker):
 
     def _leave(self, tid: TransferId) -> None:
         self.generation.leave(tid)
+        self._end(tid)
+
+    def _end(self, tid: TransferId) -> None:
         self.ledger.end(tid)
 
+    def samples(self) -> list[Sample]:
+        return generation_samples(self.generation)
+
     def tables(self) -> dict[str, Any]:
-        return {"waiting": len(self.waiting), "promised": self.generation.promises.promised}
+        return {
+            "waiting": len(self.waiting),
+            "promised": self.generation.promises.promised,
+            "retracted": len(self.generation.retracted),
+            "retractions": self.generation.retractions,
+        }
 
 
 def run(settings: WorkerSettings) -> int:

@@ -15,11 +15,12 @@ from quiesce.core.lender import Event as LenderEvent
 from quiesce.core.machine import Action, Arm, Closed, Committed, Fired, Heard, Lost, Revoke, Send, Verify
 from quiesce.core.messages import HandOff, Ping, Pong, Sample, TransferId
 from quiesce.core.proofs import Proof
-from quiesce.engine.engine import Engine
-from quiesce.roles.generation import Generation
+from quiesce.engine.engine import Engine, Result
+from quiesce.engine.sampler import Sampled
+from quiesce.roles.generation import Generation, Owner
 from quiesce.roles.legs import WorkerLeg
 from quiesce.roles.prefill_peers import PrefillPeers
-from quiesce.roles.report import lender_samples
+from quiesce.roles.report import generation_samples, lender_samples
 from quiesce.roles.sequence import Outcome, Sequence
 from quiesce.roles.settings import WorkerSettings
 from quiesce.roles.worker import Worker
@@ -47,7 +48,13 @@ class DecodeWorker(Worker):
             costly_fence=transport.caps.fence_cost == "disrupts_all",
         )
         self.generation = Generation(
-            self.ledger, self.batch, self.legs, settings.page_size, frozenset(engine.eos_ids), self._finished_leg
+            self.ledger,
+            self.batch,
+            self.legs,
+            page_size=settings.page_size,
+            eos=frozenset(engine.eos_ids),
+            owner=Owner(self._finished_leg, self.lender.local, self._release),
+            conservativeness=settings.schedule_conservativeness,
         )
         self.peers = PrefillPeers(
             self.context,
@@ -74,17 +81,24 @@ class DecodeWorker(Worker):
     def give_up(self, leg: WorkerLeg, outcome: Literal["cancelled", "failed"], status: int, reason: str) -> None:
         self.say_end(leg, outcome, status, reason)
         tid = self.generation.tids.get(leg.rid)
-        if tid is None:
-            if leg in self.waiting:
-                self.waiting.remove(leg)
-            return
-        self.generation.leave(tid)
-        self.tell(End(tid, reason))
+        if tid is not None:
+            self.generation.leave(tid)
+            self._release(tid, reason)
+        elif not self.generation.forget(leg) and leg in self.waiting:
+            self.waiting.remove(leg)
+
+    def _release(self, tid: TransferId, reason: str) -> None:
+        """The request's hold on the pages ends: through the transfer while there is one, else at the ledger."""
+        if tid in self.lender.transfers:
+            self.tell(End(tid, reason))
+        else:
+            self.ledger.end(tid)
 
     def schedule(self) -> None:
         """Offers in order of arrival. Who waits for a peer lets others pass; who waits for pages does not."""
         self.peers.forget_hopeless({leg.start.prefill.epoch for leg in self.waiting if leg.start.prefill})
-        for leg in list(self.waiting):
+        self.generation.resume()
+        for leg in sorted(self.waiting, key=lambda leg: leg.start.priority):
             address = leg.start.prefill
             assert address is not None
             peer = self.peers.peers.get(address.epoch)
@@ -140,7 +154,7 @@ class DecodeWorker(Worker):
                 leg = self.generation.by_tid[tid]
                 leg.cached_tokens = result.cached_tokens
                 sequence = self.generation.sequence(tid, computed=len(leg.start.token_ids))
-                self.generation.take(sequence, result.token)
+                self.generation.take(sequence, Sampled(result.token, result.logprob))
             case Lost(tid, reason):
                 self._lost(tid, reason)
             case Closed(tid):
@@ -201,9 +215,8 @@ class DecodeWorker(Worker):
 
     # ------------------------------------------------------------ the answer
 
-    def computed(self, sequence: Sequence, token: int | None) -> None:
-        assert token is not None
-        self.generation.take(sequence, token)
+    def computed(self, sequence: Sequence, result: Result) -> None:
+        self.generation.computed(sequence, result)
 
     def step_failed(self, sequence: Sequence, error: Exception) -> None:
         log.error("request %s failed in the engine", sequence.rid, exc_info=error)
@@ -213,12 +226,15 @@ class DecodeWorker(Worker):
         self.say_end(leg, outcome)
         tid = self.generation.tids[leg.rid]
         self.generation.leave(tid)
-        self.tell(End(tid, outcome))
+        self._release(tid, outcome)
+
+    def retract(self, sequence: Sequence) -> None:
+        self.generation.retract(sequence)
 
     # ------------------------------------------------------------ looking and leaving
 
     def samples(self) -> list[Sample]:
-        return lender_samples(self.lender, self.ledger)
+        return lender_samples(self.lender, self.ledger) + generation_samples(self.generation)
 
     def tables(self) -> dict[str, Any]:
         states: dict[str, int] = {}
@@ -229,6 +245,8 @@ class DecodeWorker(Worker):
             "transfers": states,
             "transfers_ended": dict(self.lender.ended),
             "promised": self.generation.promises.promised,
+            "retracted": len(self.generation.retracted),
+            "retractions": self.generation.retractions,
             "peers": {peer.address.name: f"{epoch:016x}" for epoch, peer in self.peers.peers.items()},
             "revoking": len(self.revoking),
             "stale": self.lender.stale,

@@ -13,17 +13,18 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from quiesce.engine.batch import Row
+from quiesce.engine.engine import Result
 
 
 class Stepper(Protocol):
-    def step(self, rows: list[Row]) -> list[int | None]: ...
+    def run(self, rows: Rows[Row]) -> list[Result]: ...
 
 
 @dataclass
 class StepEnd:
-    """`tokens[i]` belongs to row i; `errors` names the rows whose computation failed."""
+    """`results[i]` belongs to row i; `errors` names the rows whose computation failed."""
 
-    tokens: list[int | None]
+    results: list[Result]
     errors: dict[int, Exception] = field(default_factory=dict)
 
 
@@ -76,17 +77,17 @@ class EngineThread:
 
     def _step(self, rows: list[Row]) -> StepEnd:
         try:
-            return StepEnd(self._engine.step(rows))
+            return StepEnd(self._engine.run(rows))
         except Exception as error:
             if len(rows) == 1:
-                return StepEnd([None], {0: error})
+                return StepEnd([Result()], {0: error})
         # One row made the step fail; computing is idempotent, so find it by running each alone: a fault in
         # one request ends that request and nobody else's.
         end = StepEnd([])
         for index, row in enumerate(rows):
             try:
-                end.tokens += self._engine.step([row])
+                end.results += self._engine.run([row])
             except Exception as error:
-                end.tokens.append(None)
+                end.results.append(Result())
                 end.errors[index] = error
         return end

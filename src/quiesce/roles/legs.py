@@ -6,8 +6,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from quiesce.core.messages import Control, Ended, Start, Tokens
+from quiesce.core.messages import Control, Ended, PromptLogprobs, Start, TokenLogprob, Tokens
 from quiesce.core.pairing import pairing_digest
+from quiesce.engine.sampler import Sampled
 
 OUTBOX_LIMIT = 65_536  # messages a router may be behind before it is given up
 LAST_WORDS_SECONDS = 30.0  # how long they are kept for a router that reads nothing
@@ -68,9 +69,17 @@ class Legs:
         self._count("refused")
         self.tell(router, Ended(start.rid, "refused", status, reason))
 
-    def tokens(self, leg: WorkerLeg, token: int) -> None:
+    def tokens(self, leg: WorkerLeg, sampled: Sampled) -> None:
         leg.generated += 1
-        self.tell(leg.router, Tokens(leg.rid, (token,)))
+        logprobs = () if sampled.logprob is None else (sampled.logprob,)
+        self.tell(leg.router, Tokens(leg.rid, (sampled.token,), logprobs))
+
+    def prompt_logprobs(self, leg: WorkerLeg, computed: int, logprobs: tuple[TokenLogprob, ...]) -> None:
+        """Those of the positions up to `computed`; the very first token has none."""
+        if logprobs or computed == len(leg.start.token_ids) == 1:
+            first = computed - len(logprobs) + (1 if computed < len(leg.start.token_ids) else 0)
+            said: tuple[TokenLogprob | None, ...] = (None, *logprobs) if first == 1 else logprobs
+            self.tell(leg.router, PromptLogprobs(leg.rid, 0 if first == 1 else first, said))
 
     def end(self, leg: WorkerLeg, ended: Ended) -> bool:
         """Says the last word, once. False: it has been said."""

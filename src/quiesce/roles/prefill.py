@@ -25,8 +25,8 @@ from quiesce.core.borrower import (
 )
 from quiesce.core.borrower import Event as BorrowerEvent
 from quiesce.core.machine import Action, Arm, Fired, Heard, Opened, Post, Send, Stopped, TryDrain
-from quiesce.core.messages import FirstToken, HandOff, Leg, Ping, Sample
-from quiesce.engine.engine import Engine
+from quiesce.core.messages import FirstToken, HandOff, Leg, Ping, Sample, TransferId
+from quiesce.engine.engine import Engine, Result
 from quiesce.roles.decode_peers import DecodePeers
 from quiesce.roles.legs import WorkerLeg
 from quiesce.roles.report import borrower_samples
@@ -66,6 +66,7 @@ class PrefillWorker(Worker):
         )
         self.jobs: dict[int, Job] = {}  # by room
         self.by_leg: dict[Leg, Job] = {}
+        self.by_tid: dict[TransferId, Job] = {}
         self.queue: deque[Job] = deque()  # paired, waiting for pages
         self.posts: dict[int, tuple[Leg, int]] = {}
 
@@ -115,6 +116,7 @@ class PrefillWorker(Worker):
             sampling=request.start.sampling,
             eos=frozenset(),
         )
+        self.by_tid[job.leg.tid] = job
         self.queue.append(job)
 
     def give_up(self, leg: WorkerLeg, outcome: Literal["cancelled", "failed"], status: int, reason: str) -> None:
@@ -138,11 +140,14 @@ class PrefillWorker(Worker):
             sequence.pages = list(pages)
             self.batch.add(sequence)
 
-    def computed(self, sequence: Sequence, token: int | None) -> None:
+    def computed(self, sequence: Sequence, result: Result) -> None:
         """A chunk is done: its full pages go at once, the partial one with the last chunk (guard L1)."""
-        job = self._job_of(sequence)
-        finished = not sequence.prefilling
+        job = self.by_tid[sequence.tid]
+        finished = sequence.computed >= sequence.prompt_tokens
         ready = len(sequence.pages) if finished else sequence.computed // self.settings.page_size
+        assert job.request is not None
+        if sequence.sampling.prompt_logprobs is not None:
+            self.legs.prompt_logprobs(job.request, sequence.computed, result.prompt_logprobs)
         if finished:
             self.batch.remove(sequence)
         if ready > job.posted:
@@ -150,17 +155,18 @@ class PrefillWorker(Worker):
             job.posted = ready
             self.tell(ChunkReady(job.leg, chunk))
         if finished:
-            assert token is not None
-            self.tell(Complete(job.leg, sequence.prompt_tokens, FirstToken(token)))
+            assert result.sampled is not None
+            first = FirstToken(result.sampled.token, logprob=result.sampled.logprob)
+            self.tell(Complete(job.leg, sequence.prompt_tokens, first))
+
+    def retract(self, sequence: Sequence) -> None:
+        raise AssertionError(f"{sequence.tid}: a prompt has all its pages from the start")
 
     def step_failed(self, sequence: Sequence, error: Exception) -> None:
         log.error("request %s failed in the engine", sequence.rid, exc_info=error)
-        job = self._job_of(sequence)
+        job = self.by_tid[sequence.tid]
         assert job.request is not None
         self.give_up(job.request, "failed", 500, f"the engine failed: {error}")
-
-    def _job_of(self, sequence: Sequence) -> Job:
-        return next(job for job in self.by_leg.values() if job.sequence is sequence)
 
     # ------------------------------------------------------------ the machine
 
@@ -212,6 +218,7 @@ class PrefillWorker(Worker):
         self.timers.cancel(("orphan", leg))
         if self.jobs.get(job.room) is job:
             del self.jobs[job.room]
+        self.by_tid.pop(leg.tid, None)
         if job in self.queue:
             self.queue.remove(job)
         if job.sequence is not None:

@@ -6,6 +6,7 @@ from quiesce.core.borrower import Borrower
 from quiesce.core.ledger import Ledger
 from quiesce.core.lender import Lender
 from quiesce.core.messages import Sample
+from quiesce.roles.generation import Generation
 from quiesce.roles.legs import Legs
 from quiesce.roles.sequence import Batch
 
@@ -74,5 +75,14 @@ def borrower_samples(borrower: Borrower) -> list[Sample]:
         *(
             counter("prefill_transfers_total", "Transfers that ended here, by outcome", count, outcome=outcome)
             for outcome, count in sorted(borrower.ended.items())
+        ),
+    ]
+
+
+def generation_samples(generation: Generation) -> list[Sample]:
+    return [
+        gauge("num_retracted_reqs", "Requests retracted and waiting to resume", len(generation.retracted)),
+        counter(
+            "num_retractions_total", "Times a request gave its pages back under pressure", generation.retractions
         ),
     ]

@@ -22,9 +22,11 @@ class Sequence:
     tokens: list[int]
     sampling: Sampling
     eos: frozenset[int]
+    precedence: tuple[int, float] = (0, 0.0)  # (priority, arrival): the smaller is served first, retracted last
     pages: list[int] = field(default_factory=list)
     computed: int = 0
     in_step: bool = False
+    scored: bool = True  # its prompt's log-probabilities, when wanted, are still to be said
     ended: bool = False
 
     @property
@@ -33,7 +35,8 @@ class Sequence:
 
     @property
     def prefilling(self) -> bool:
-        return self.computed < self.prompt_tokens
+        """More than the newest token is to be computed: a prompt, or an answer that was retracted."""
+        return len(self.tokens) - self.computed > 1
 
     def chunk(self, budget: int) -> int:
         """Tokens the next step computes for it."""
@@ -43,7 +46,15 @@ class Sequence:
         """The next `count` tokens; sampled when they reach the end of what is known."""
         end = self.computed + count
         sample = self.sampling if end == len(self.tokens) else None
-        return Row(tokens=self.tokens[self.computed : end], start=self.computed, pages=self.pages, sample=sample)
+        return Row(
+            tokens=self.tokens[self.computed : end],
+            start=self.computed,
+            pages=self.pages,
+            sample=sample,
+            history=self.tokens,
+            prompt_tokens=self.prompt_tokens,
+            prompt_logprobs=self.sampling.prompt_logprobs if self.scored else None,
+        )
 
     def append(self, token: int) -> Outcome | None:
         """Takes a sampled token; the reason when the request is finished by it."""

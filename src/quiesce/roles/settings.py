@@ -52,6 +52,7 @@ class WorkerSettings:
     chunked_prefill_size: int = 512
     max_running: int = 64
     max_queued: int = 512
+    schedule_conservativeness: float = 1.0  # share of what running answers may still need that admission keeps free
 
     transfer: str = "shm"
     hold_timeout: float = 30.0  # then a fence is asked for; time alone never frees a page
@@ -70,6 +71,7 @@ class WorkerSettings:
         if self.context_length is not None:
             _within("--context-length", self.context_length, 2, 1 << 24)
         _within("--max-queued-requests", self.max_queued, 1, 1 << 20)
+        _within("--schedule-conservativeness", self.schedule_conservativeness, 0.0, 1.0)
         _within("--threads", self.threads, 1, 1024)
         _within("--hold-timeout", self.hold_timeout, 0.05, 86_400)
         _within("--max-retained", self.max_retained, 0.0, 1.0)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from quiesce.core.admission import pages_for
 from quiesce.core.ledger import Ledger
 from quiesce.core.proofs import LeaseKey, Proof, ProofKind
+from quiesce.engine.engine import Result
 from quiesce.roles.engine_thread import EngineThread
 from quiesce.roles.sequence import Batch, Sequence
 
@@ -20,8 +21,9 @@ from quiesce.roles.sequence import Batch, Sequence
 class Listeners:
     """Called in the role's thread after a step, for each member that has not ended meanwhile."""
 
-    computed: Callable[[Sequence, int | None], None]  # the sampled token, None inside a prompt
+    computed: Callable[[Sequence, Result], None]
     failed: Callable[[Sequence, Exception], None]
+    retract: Callable[[Sequence], None]  # gives its pages back, to be computed again later
 
 
 class Steps:
@@ -37,23 +39,32 @@ class Steps:
         """Starts the next step unless one is under way or there is nothing to compute."""
         if self.thread.busy:
             return False
-        plan = self.batch.plan()
+        candidates = sorted(self.batch.plan(), key=lambda member: member[0].precedence)
+        fitting = [(s, count) for s, count in candidates if not s.ended and self._make_room(s, count)]
+        # Whoever was retracted for a member of higher precedence is out again.
+        plan = [(sequence, count) for sequence, count in fitting if not sequence.ended]
         if not plan:
             return False
-        for sequence, count in plan:
-            self._make_room(sequence, count)
+        for sequence, _ in plan:
             self.ledger.lend(LeaseKey.compute(sequence.tid))
             sequence.in_step = True
         self.batch.under_way = plan
         self.thread.submit([sequence.row(count) for sequence, count in plan])
         return True
 
-    def _make_room(self, sequence: Sequence, count: int) -> None:
+    def _make_room(self, sequence: Sequence, count: int) -> bool:
+        """Pages for its next tokens. When the pool has none, members of lower precedence are retracted, the last
+        first; with none of those left it sits this step out, until held or lent pages come back."""
         missing = pages_for(sequence.computed + count, self.page_size) - len(sequence.pages)
-        if missing > 0:
-            grown = self.ledger.grow(sequence.tid, missing)
-            assert grown is not None, f"{sequence.tid}: the pool broke a promise of {missing} pages"
-            sequence.pages.extend(grown)
+        if missing <= 0:
+            return True
+        while (grown := self.ledger.grow(sequence.tid, missing)) is None:
+            juniors = [s for s in self.batch.members.values() if s.precedence > sequence.precedence]
+            if not juniors:
+                return False
+            self.tell.retract(max(juniors, key=lambda junior: junior.precedence))
+        sequence.pages.extend(grown)
+        return True
 
     def collect(self) -> bool:
         """Applies the step that has ended, if one has."""
@@ -73,5 +84,5 @@ class Steps:
                 self.tell.failed(sequence, end.errors[index])
                 continue
             sequence.computed += count
-            self.tell.computed(sequence, end.tokens[index])
+            self.tell.computed(sequence, end.results[index])
         return True

@@ -32,7 +32,7 @@ from quiesce.core.messages import (
     Start,
 )
 from quiesce.core.pages import PagePool
-from quiesce.engine.engine import Engine
+from quiesce.engine.engine import Engine, Result
 from quiesce.roles.engine_thread import EngineThread
 from quiesce.roles.legs import Legs, WorkerLeg
 from quiesce.roles.registration import HEARTBEAT, Registration
@@ -71,7 +71,11 @@ class Worker(ABC):
         self.ledger = Ledger(PagePool(engine.kv.arena.count), PagePool(settings.max_running * ROW_SPARE, "rows"))
         self.batch = Batch(settings.max_running, settings.chunked_prefill_size)
         self.steps = Steps(
-            self.thread, self.batch, self.ledger, settings.page_size, Listeners(self.computed, self.step_failed)
+            self.thread,
+            self.batch,
+            self.ledger,
+            settings.page_size,
+            Listeners(self.computed, self.step_failed, self.retract),
         )
         self.legs = Legs(self.listener)
         self.draining = False
@@ -93,10 +97,14 @@ class Worker(ABC):
         """The leg ends now, whatever it was doing; says its last word."""
 
     @abstractmethod
-    def computed(self, sequence: Sequence, token: int | None) -> None: ...
+    def computed(self, sequence: Sequence, result: Result) -> None: ...
 
     @abstractmethod
     def step_failed(self, sequence: Sequence, error: Exception) -> None: ...
+
+    @abstractmethod
+    def retract(self, sequence: Sequence) -> None:
+        """The pool is short: give the pages back and compute them again when there is room."""
 
     @abstractmethod
     def schedule(self) -> None:
