@@ -288,6 +288,7 @@ class Start(Message, frozen=True):
     prefill: Address | None = None  # on decode legs
     salt: str = ""
     priority: int = 0  # lower is served first and retracted last
+    group: str = ""  # samples of one prompt share it, and prefill computes the prompt once for them
 
 
 class Cancel(Message, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -54,6 +55,11 @@ class KVPool:
         if self._arena is not None and self._arena.fd is not None:
             os.close(self._arena.fd)
             self._arena.fd = None
+
+    def copy(self, source: Sequence[int], destination: Sequence[int]) -> None:
+        """Whole pages, one after the other; no step may be under way on either."""
+        for theirs, ours in zip(source, destination, strict=True):
+            self._by_page[ours].copy_(self._by_page[theirs])
 
     def clear(self, pages: torch.Tensor) -> None:
         """Zero whole pages (int64 ids): nothing of an earlier owner, not even a NaN, is left in free slots."""

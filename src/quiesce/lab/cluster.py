@@ -152,7 +152,12 @@ class Cluster:
     # ------------------------------------------------------------ requests
 
     def start(
-        self, prompt: Sequence[int], sampling: Sampling, workers: Sequence[str], deadline: float = 60.0
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        workers: Sequence[str],
+        deadline: float = 60.0,
+        group: str = "",
     ) -> LabRequest:
         """`workers`: (prefill, decode) or (colocated,). Both legs start at once."""
         rid, room = secrets.token_hex(8), secrets.randbits(63)
@@ -168,6 +173,7 @@ class Cluster:
                 sampling=sampling,
                 deadline_ms=int(deadline * 1000),
                 prefill=prefill if name != workers[0] else None,
+                group=group,
             )
             self._send(name, leg)
         return request

@@ -32,6 +32,7 @@ from quiesce.roles.legs import WorkerLeg
 from quiesce.roles.report import borrower_samples
 from quiesce.roles.sequence import Sequence
 from quiesce.roles.settings import WorkerSettings
+from quiesce.roles.siblings import Siblings
 from quiesce.roles.worker import Worker
 from quiesce.transfer.interface import Transport
 
@@ -67,6 +68,7 @@ class PrefillWorker(Worker):
         self.jobs: dict[int, Job] = {}  # by room
         self.by_leg: dict[Leg, Job] = {}
         self.by_tid: dict[TransferId, Job] = {}
+        self.siblings = Siblings(self.batch, engine.kv.copy)
         self.queue: deque[Job] = deque()  # paired, waiting for pages
         self.posts: dict[int, tuple[Leg, int]] = {}
 
@@ -138,7 +140,9 @@ class PrefillWorker(Worker):
                 return
             self.queue.popleft()
             sequence.pages = list(pages)
-            self.batch.add(sequence)
+            assert job.request is not None
+            alone = sequence.sampling.prompt_logprobs is not None  # they come from computing it
+            self.siblings.join(sequence, "" if alone else job.request.start.group)
 
     def computed(self, sequence: Sequence, result: Result) -> None:
         """A chunk is done: its full pages go at once, the partial one with the last chunk (guard L1)."""
@@ -149,6 +153,7 @@ class PrefillWorker(Worker):
         if sequence.sampling.prompt_logprobs is not None:
             self.legs.prompt_logprobs(job.request, sequence.computed, result.prompt_logprobs)
         if finished:
+            self.siblings.computed(sequence)
             self.batch.remove(sequence)
         if ready > job.posted:
             chunk = Chunk(tuple(sequence.pages[job.posted : ready]), job.posted)
@@ -222,6 +227,7 @@ class PrefillWorker(Worker):
         if job in self.queue:
             self.queue.remove(job)
         if job.sequence is not None:
+            self.siblings.leave(job.sequence)
             self.batch.remove(job.sequence)
         if job.request is None:
             return
@@ -266,6 +272,7 @@ class PrefillWorker(Worker):
             states[record.state.value] = states.get(record.state.value, 0) + 1
         return {
             "queue": len(self.queue),
+            "siblings": len(self.siblings),
             "offers": len(self.by_leg),
             "records": states,
             "posts": len(self.posts),

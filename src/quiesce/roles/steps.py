@@ -76,8 +76,7 @@ class Steps:
             key = LeaseKey.compute(sequence.tid)
             self.ledger.close(key, Proof.spoken(ProofKind.COMPLETED, key))
             sequence.in_step = False
-            if sequence.prefilling:
-                self.prompt_tokens_computed += count
+            self.prompt_tokens_computed += max(0, min(count, sequence.prompt_tokens - sequence.computed))
             if sequence.ended:
                 continue
             if index in end.errors:
