@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quiesce.core.ledger import REMOTE_WRITERS, Ledger, LedgerError
+from quiesce.core.ledger import REMOTE_WRITERS, Lease, Ledger, LedgerError
 from quiesce.core.messages import TransferId
 from quiesce.core.pages import PagePool
 from quiesce.core.proofs import Borrowing, LeaseKey, Proof, ProofKind, Waiver
@@ -33,9 +34,38 @@ class LedgerMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.released: list[TransferId] = []
         self.ledger = Ledger(PagePool(PAGES), PagePool(ROWS, "rows"), lambda tid, pages: self.released.append(tid))
+        self.told: dict[TransferId, Model] = {}
+        self.ledger.observe = self.hear
         self.model: dict[TransferId, Model] = {}
         self.seq = 0
         self.gone = 0
+
+    def hear(
+        self, event: str, tid: TransferId, pages: Iterable[int], lease: Lease | None, by: Proof | Waiver | None
+    ) -> None:
+        """Builds the holdings again from nothing but what an observer is told."""
+        assert (by is not None) == event.startswith("closed")
+        match event:
+            case "owned":
+                self.told[tid] = Model(list(pages))
+            case "grown":
+                self.told[tid].pages.extend(pages)
+            case "lent":
+                assert lease is not None and set(pages) <= set(self.told[tid].pages)
+                self.told[tid].leases[lease.key] = (lease.generation, set(pages))
+            case "closed in part":
+                assert lease is not None and lease.key in self.told[tid].leases
+            case "closed":
+                assert lease is not None
+                del self.told[tid].leases[lease.key]
+            case "ended":
+                self.told[tid].owned = False
+            case "retained":
+                self.told[tid].retained = True
+            case "returned":
+                assert list(pages) == self.told.pop(tid).pages
+            case _:
+                raise AssertionError(event)
 
     def some(self, pick: int) -> TransferId:
         return sorted(self.model)[pick % len(self.model)]
@@ -176,6 +206,15 @@ class LedgerMachine(RuleBasedStateMachine):
         for tid, holding in self.model.items():
             assert set(self.ledger.leases(tid)) == set(holding.leases)
             assert self.ledger.pages(tid) == tuple(holding.pages)
+
+    @invariant()
+    def an_observer_knows_who_holds_each_page(self) -> None:
+        assert not self.ledger.faults
+        assert self.told.keys() == self.model.keys()
+        for tid, holding in self.model.items():
+            told = self.told[tid]
+            assert (told.pages, told.owned, told.retained) == (holding.pages, holding.owned, holding.retained)
+            assert told.leases.keys() == holding.leases.keys()
 
 
 TestLedger = LedgerMachine.TestCase

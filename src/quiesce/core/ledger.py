@@ -8,7 +8,7 @@ Nothing else returns a page: no timer, no counter, no special case. A request's 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from quiesce.core.messages import TransferId
@@ -56,10 +56,13 @@ class LedgerError(AssertionError):
 
 
 Released = Callable[[TransferId, tuple[int, ...]], None]
+# (what happened, transfer, pages, the lease it is about, what closed that lease)
+Observer = Callable[[str, TransferId, Iterable[int], Lease | None, Proof | Waiver | None], None]
 
 
 class Ledger:
-    """One per pool, used by one thread. `on_release` hears of every holding that returned."""
+    """One per pool, used by one thread. `on_release` hears of every holding that returned, `observe` of every change:
+    owned, grown, lent, closed in part, closed, ended, retained, returned."""
 
     def __init__(self, pool: PagePool, rows: PagePool, on_release: Released | None = None) -> None:
         self.pool = pool
@@ -68,12 +71,13 @@ class Ledger:
         self._return_rows = rows.claim_return()
         self._holdings: dict[TransferId, Holding] = {}
         self._on_release = on_release
+        self.observe: Observer | None = None
         self.closed_by: Counter[str] = Counter()  # proof kind -> leases, those of our own steps apart
         self.steps = 0  # leases of our own engine steps that closed
         self.opened = 0
         self.unsound = 0
         self.stale = 0  # proofs that fitted no open lease
-        self.faults: deque[Exception] = deque(maxlen=64)  # raised by on_release; the release itself stands
+        self.faults: deque[Exception] = deque(maxlen=64)  # raised by a listener; what it was told of stands
         self._pages_in = Counter[str]()  # owned | held | retained -> pages
 
     # ------------------------------------------------------------ owning
@@ -91,6 +95,7 @@ class Ledger:
         assert row is not None
         self._holdings[tid] = Holding(list(taken), row)
         self._pages_in["owned"] += pages
+        self._say("owned", tid, taken)
         return taken
 
     def grow(self, tid: TransferId, pages: int) -> tuple[int, ...] | None:
@@ -102,6 +107,7 @@ class Ledger:
         if taken is not None:
             holding.pages.extend(taken)
             self._pages_in["owned"] += pages
+            self._say("grown", tid, taken)
         return taken
 
     def end(self, tid: TransferId) -> bool:
@@ -112,6 +118,7 @@ class Ledger:
             return False
         holding.owned = False
         self._move(holding, "owned", "held")
+        self._say("ended", tid, holding.pages)
         return self._release_if_free(tid, holding)
 
     # ------------------------------------------------------------ lending
@@ -133,8 +140,9 @@ class Ledger:
             overlap = pages is None or lease.pages is None or not lease.pages.isdisjoint(pages)
             if apart and overlap and key.kind is not Borrowing.FOREIGN:
                 raise LedgerError(f"lease {key} would share pages with {lease.key}: one writes remotely, one reads")
-        holding.leases[key] = Lease(key, generation, None if pages is None else set(pages))
+        lease = holding.leases[key] = Lease(key, generation, None if pages is None else set(pages))
         self.opened += 1
+        self._say("lent", key.tid, holding.pages if pages is None else pages, lease)
 
     def close(self, key: LeaseKey, proof: Proof) -> bool:
         """Closes one lease with the proof about it. False (counted stale): no such lease, or not its proof."""
@@ -147,23 +155,27 @@ class Ledger:
             # A fence of some pages counts for those only (guard H16).
             lease.pages = (set(holding.pages) if lease.pages is None else lease.pages) - proof.pages
             if lease.pages:
+                self._say("closed in part", key.tid, proof.pages.intersection(holding.pages), lease, proof)
                 return False
         del holding.leases[key]
         if key.kind is Borrowing.COMPUTE:
             self.steps += 1
         else:
             self.closed_by[proof.kind.value] += 1
+        self._say("closed", key.tid, lease.pages or holding.pages, lease, proof)
         self._release_if_free(key.tid, holding)
         return True
 
     def waive(self, key: LeaseKey, waiver: Waiver) -> bool:
         """Closes a lease on an operator's word. Unsound by name, counted as such."""
         holding = self._holdings.get(key.tid)
-        if holding is None or holding.leases.pop(key, None) is None:
+        lease = None if holding is None else holding.leases.pop(key, None)
+        if holding is None or lease is None:
             return False
         assert waiver.reason
         self.unsound += 1
         self.closed_by["unsound"] += 1
+        self._say("closed", key.tid, lease.pages or holding.pages, lease, waiver)
         self._release_if_free(key.tid, holding)
         return True
 
@@ -173,6 +185,7 @@ class Ledger:
         if holding is not None and not holding.owned and not holding.retained:
             holding.retained = True
             self._move(holding, "held", "retained")
+            self._say("retained", tid, holding.pages)
 
     # ------------------------------------------------------------ looking
 
@@ -240,13 +253,28 @@ class Ledger:
         self._pages_in["retained" if holding.retained else "held"] -= len(holding.pages)
         self._return_pages(holding.pages)
         self._return_rows(holding.rows)
+        self._say("returned", tid, holding.pages)
         if self._on_release is not None:
-            try:
-                self._on_release(tid, tuple(holding.pages))
-            except Exception as error:  # a listener's fault must not stop the next release
-                self.faults.append(error)
+            self._tell(self._on_release, tid, tuple(holding.pages))
         return True
 
     def _move(self, holding: Holding, source: str, target: str) -> None:
         self._pages_in[source] -= len(holding.pages)
         self._pages_in[target] += len(holding.pages)
+
+    def _say(
+        self,
+        event: str,
+        tid: TransferId,
+        pages: Iterable[int],
+        lease: Lease | None = None,
+        closed_by: Proof | Waiver | None = None,
+    ) -> None:
+        if self.observe is not None:
+            self._tell(self.observe, event, tid, pages, lease, closed_by)
+
+    def _tell(self, listener: Callable[..., None], *arguments: object) -> None:
+        try:
+            listener(*arguments)
+        except Exception as error:  # a listener's fault must not stop what it hears of
+            self.faults.append(error)
