@@ -21,6 +21,7 @@ from quiesce.options import (
     HttpOptions,
     ProcessOptions,
     RouterWiring,
+    SilenceOptions,
     SizeOptions,
     WorkerWiring,
     router_settings,
@@ -102,13 +103,14 @@ def router(
     *,
     wiring: RouterWiring,
     http: HttpOptions = HttpOptions(),  # noqa: B008
+    silence: SilenceOptions = SilenceOptions(),  # noqa: B008
     process: ProcessOptions = ProcessOptions(),  # noqa: B008
 ) -> int:
     """The front: OpenAI-compatible HTTP, tokenisation, pairing of legs. It loads no weights."""
     from quiesce.router.app import run  # noqa: PLC0415
 
     name = _name(model, wiring.served_model_name)
-    return run(router_settings(_resolve(model), name, wiring, http, process))
+    return run(router_settings(_resolve(model), name, wiring, http, silence, process))
 
 
 @app.command(group=ROLES, sort_key=2)

@@ -12,7 +12,16 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
-from quiesce.roles.settings import Dtype, Expiry, Role, RouterSettings, SettingsError, WorkerSettings, new_epoch
+from quiesce.roles.settings import (
+    Dtype,
+    Expiry,
+    Reserve,
+    Role,
+    RouterSettings,
+    SettingsError,
+    WorkerSettings,
+    new_epoch,
+)
 
 SUPERVISED = "QUIESCE_SUPERVISED"  # set for the children of `serve`: it has read environment and file for them
 
@@ -121,6 +130,14 @@ class HandOffOptions:
             "for. Time alone never frees them.",
         ),
     ] = 30.0
+    reserve: Annotated[
+        Reserve,
+        Parameter(
+            group=HAND_OFF,
+            help="When decode takes pages for a prompt: early, with the request; late, once prefill's queue has "
+            "reached it, so that a long queue there pins no pages here.",
+        ),
+    ] = "early"
     on_hold_expiry: Annotated[
         Expiry,
         Parameter(
@@ -181,6 +198,18 @@ class RouterWiring:
     ] = None
 
 
+@Parameter(name="*")
+@dataclass(frozen=True)
+class SilenceOptions:
+    hold_timeout: Annotated[
+        float,
+        Parameter(
+            group=HAND_OFF,
+            help="Seconds that a worker may be silent before its requests are ended; give it as the workers have it.",
+        ),
+    ] = 30.0
+
+
 def arguments(*groups: Any) -> list[str]:
     """The options as words of a command line, all of them, so that nothing is left to environment or file."""
     words: list[str] = []
@@ -235,13 +264,19 @@ def worker_settings(
         hold_timeout=hand_off.hold_timeout,
         max_retained=hand_off.max_retained,
         on_hold_expiry=hand_off.on_hold_expiry,
+        reserve=hand_off.reserve,
         drain_timeout=process.drain_timeout,
         log_level=process.log_level,
     )
 
 
 def router_settings(
-    model: Path, served_model_name: str, wiring: RouterWiring, http: HttpOptions, process: ProcessOptions
+    model: Path,
+    served_model_name: str,
+    wiring: RouterWiring,
+    http: HttpOptions,
+    silence: SilenceOptions,
+    process: ProcessOptions,
 ) -> RouterSettings:
     """Raises SettingsError."""
     return RouterSettings(
@@ -254,6 +289,7 @@ def router_settings(
         max_inflight=http.max_inflight,
         max_body=http.max_body,
         request_timeout=http.request_timeout,
+        hold_timeout=silence.hold_timeout,
         drain_timeout=process.drain_timeout,
         log_level=process.log_level,
     )

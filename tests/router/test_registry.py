@@ -68,7 +68,7 @@ def test_exited_ends_the_epoch_it_names_and_no_other() -> None:
 
 
 def test_silence_is_first_no_new_work_then_lost_legs_then_forgotten() -> None:
-    registry = Registry(Patience(silent=4, forgotten=60))
+    registry = Registry(Patience(silent=4, lost=8, forgotten=60))
     (worker,) = up(registry, "decode-0")
     found: dict[float, list[Any]] = {}
     for tick in range(260):
@@ -82,6 +82,16 @@ def test_silence_is_first_no_new_work_then_lost_legs_then_forgotten() -> None:
     ]
     assert not registry.workers and worker.trouble(5.0, registry.patience) is not None
     assert isinstance(beat(registry, register())[0], Connect)  # silence is no proof of death: it may return
+
+
+def test_patience_is_the_hold_timeout_a_silent_worker_is_only_not_chosen_before() -> None:
+    registry = Registry(Patience.for_hold_timeout(30.0))
+    up(registry, "decode-0")
+    found = {now: registry.sweep(now) for now in (tick / 4 for tick in range(400))}
+    changes = {now: [type(change) for change in what] for now, what in found.items() if what}
+    assert changes == {4.25: [Silent], 30.25: [Lost], 60.25: [Lost]}
+    assert Patience.for_hold_timeout(2.0).silent == 2.0
+    assert Patience.for_hold_timeout(600.0).forgotten > 600.0
 
 
 def test_a_pause_of_the_router_itself_is_not_silence_of_its_workers() -> None:

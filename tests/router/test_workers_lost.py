@@ -61,10 +61,10 @@ async def test_a_new_epoch_under_the_same_name_ends_the_legs_of_the_old_one(tmp_
         assert (await c.chat()).status_code == 200
 
 
-async def test_scenario_d22_a_stopped_worker_ends_waiting_requests_soon_and_answers_late_ones_retryably(
+async def test_scenario_d22_requests_of_a_stopped_worker_wait_for_the_hold_timeout_and_late_ones_are_told_at_once(
     tmp_path: Path, text: TextModel
 ) -> None:
-    patience = Patience(silent=1.0)
+    patience = Patience(silent=0.8, lost=2.0)
     async with cluster(tmp_path, text, [{"role": "prefill"}, {"role": "decode", "hold": True}], patience) as c:
         streaming = asyncio.create_task(c.chat(stream=True, max_tokens=2))
         rid = await until(lambda: next(iter(c.decode.active), None))
@@ -73,16 +73,25 @@ async def test_scenario_d22_a_stopped_worker_ends_waiting_requests_soon_and_answ
         waiting = [asyncio.create_task(c.chat()) for _ in range(8)]
         await until(lambda: len(c.decode.active) == 9)
         c.decode.silent = True
-        answers = [await w for w in waiting]
-        assert {answer.status_code for answer in answers} == {502}
-        assert (await c.chat()).status_code == 503
+        await until(lambda: not c.router.dispatcher.health()[0])
+        late = await c.chat()
+        assert late.status_code == 503 and late.headers["retry-after"]
+        assert not any(w.done() for w in waiting)  # silent, not dead: they wait
         c.decode.silent = False
         c.decode.tokens(rid, 40)
         c.decode.end(rid, "length")
-        assert "[DONE]" in (await streaming).text  # a pause shorter than twice the limit cuts no answer
-        await c.idle()
+        assert "[DONE]" in (await streaming).text
         await c.usable()
-        c.decode.hold = False
+        assert not any(w.done() for w in waiting)
+        began = asyncio.get_running_loop().time()
+        c.decode.silent = True  # and now for longer than that
+        answers = [await w for w in waiting]
+        assert {answer.status_code for answer in answers} == {502}
+        assert asyncio.get_running_loop().time() - began < 4.0
+        await until(lambda: len(c.prefill.starts) == 9)
+        await c.idle()
+        c.decode.silent = c.decode.hold = False
+        await c.usable()
         assert (await c.chat()).status_code == 200
 
 

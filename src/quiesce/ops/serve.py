@@ -31,6 +31,7 @@ from quiesce.options import (
     HttpOptions,
     ProcessOptions,
     RouterWiring,
+    SilenceOptions,
     SizeOptions,
     WorkerWiring,
     arguments,
@@ -105,7 +106,7 @@ def _check_children(asked: Serve) -> None:
     worker_settings(
         "decode", asked.model, asked.name, "", wiring, asked.sizes, asked.engine, asked.hand_off, asked.process
     )
-    router_settings(asked.model, asked.name, RouterWiring("", nowhere), asked.http, asked.process)
+    router_settings(asked.model, asked.name, RouterWiring("", nowhere), asked.http, SilenceOptions(), asked.process)
 
 
 def _leave(number: int, frame: object) -> None:
@@ -145,7 +146,8 @@ def make_plans(asked: Serve, run_dir: RunDir) -> list[Plan]:
 
     def router(epoch: int) -> list[str]:
         wiring = RouterWiring(run_dir.registry, run_dir.keys, asked.name)
-        return [*this, "router", str(asked.model), *arguments(wiring, asked.http, asked.process)]
+        silence = SilenceOptions(asked.hand_off.hold_timeout)
+        return [*this, "router", str(asked.model), *arguments(wiring, asked.http, silence, asked.process)]
 
     def worker(name: str, role: str) -> Callable[[int], list[str]]:
         def command(epoch: int) -> list[str]:

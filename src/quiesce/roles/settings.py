@@ -93,6 +93,7 @@ class RouterSettings:
     max_inflight: int = 1024  # requests; the next one is answered 503
     max_body: int = 8 << 20  # bytes of one HTTP request
     request_timeout: float = 600.0
+    hold_timeout: float = 30.0  # a worker silent for so long loses its requests; the same as the workers'
     drain_timeout: float = 10.0
     log_level: str = "info"
 
@@ -101,4 +102,5 @@ class RouterSettings:
         _within("--max-inflight", self.max_inflight, 1, 1 << 20)
         _within("--max-body", self.max_body, 1024, 1 << 30)
         _within("--request-timeout", self.request_timeout, 0.1, 86_400)
+        _within("--hold-timeout", self.hold_timeout, 0.05, 86_400)
         _within("--drain-timeout", self.drain_timeout, 0.0, 86_400)

@@ -50,7 +50,7 @@ class Router:
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         self._socket = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
         self.host, self.port = self._socket.getsockname()[:2]
-        self.dispatcher = Dispatcher(Registry(patience))
+        self.dispatcher = Dispatcher(Registry(patience or Patience.for_hold_timeout(settings.hold_timeout)))
         try:
             self.links = Links(settings.registry, settings.keys, self.dispatcher)
         except BaseException:

@@ -287,8 +287,7 @@ class Dispatcher:
                     if self._links is not None:
                         self._links.connect(worker)
                 case Silent(worker, reason):
-                    log.warning("%s: given no new work", reason)
-                    self._each_leg(worker, lambda side, why=reason: rq.LegSilent(side, why))
+                    log.warning("%s: no new work for it, and its requests wait", reason)
                 case Lost(worker, reason, gone):
                     log.warning("%s", reason)
                     if gone and self._links is not None:

@@ -14,14 +14,21 @@ REMEMBERED_EPOCHS = 4096
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds. `silent`: no heartbeat, so not chosen; twice that: its running answers end. `stalled`: work but no
-    loop progress. `forgotten`: silent so long that its entry goes. `pause`: a sweep this late means that we were
-    away ourselves."""
+    """Seconds. `silent`: no heartbeat, so not chosen; what it has, waits. `lost`: silent so long that its requests
+    end, the hold timeout. A dead worker is known at once, by its connection or the supervisor. `stalled`: work but
+    no loop progress. `forgotten`: silent so long that its entry goes. `pause`: a sweep this late means that we
+    were away ourselves."""
 
     silent: float = 4.0
+    lost: float = 30.0
     stalled: float = 30.0
     forgotten: float = 60.0
     pause: float = 1.0
+
+    @classmethod
+    def for_hold_timeout(cls, seconds: float) -> Patience:
+        """A worker that stops for less than the hold timeout and goes on loses no request."""
+        return cls(silent=min(cls.silent, seconds), lost=seconds, forgotten=max(cls.forgotten, 2 * seconds))
 
 
 @dataclass
@@ -84,6 +91,8 @@ class Lost:
 
 @dataclass(frozen=True)
 class Silent:
+    """It is given no new work; nothing else changes."""
+
     worker: Worker
     reason: str
 
@@ -157,7 +166,7 @@ class Registry:
             reason = f"worker {worker.name} has sent no heartbeat for {quiet:.1f} s"
             if quiet > self.patience.forgotten:
                 changes += self._remove(worker, reason, now, over=False)
-            elif quiet > 2 * self.patience.silent and not worker.told_lost:
+            elif quiet > self.patience.lost and not worker.told_lost:
                 worker.told_lost = True
                 changes.append(Lost(worker, reason, gone=False))
             elif quiet > self.patience.silent and not worker.told_silent:

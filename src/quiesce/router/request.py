@@ -78,14 +78,6 @@ class LegLost:
 
 
 @dataclass(frozen=True)
-class LegSilent:
-    """Its worker misses heartbeats: enough to give up waiting for a first token, too little to cut an answer."""
-
-    side: Side
-    reason: str
-
-
-@dataclass(frozen=True)
 class GaveUp:
     """Nobody waits for the answer any more: client gone, deadline, shutdown."""
 
@@ -104,7 +96,7 @@ class Fired:
     side: Side
 
 
-Event = Begin | Sent | NotSent | LegTokens | LegPrompt | LegEnded | LegLost | LegSilent | GaveUp | Satisfied | Fired
+Event = Begin | Sent | NotSent | LegTokens | LegPrompt | LegEnded | LegLost | GaveUp | Satisfied | Fired
 
 # ---------------------------------------------------------------- actions
 
@@ -213,10 +205,6 @@ class RequestMachine:
                 return self._ended(side, ended)
             case LegLost(side, reason, dead):
                 return self._lost(side, reason, dead)
-            case LegSilent(side, reason):
-                waiting = self.tokens == 0 or (side == "prefill" and self.prompt_missing)
-                waiting = waiting and self.verdict is None and self.legs[side] is LegState.OPEN
-                return self._fail(502, reason, "worker_lost") if waiting else []
             case GaveUp(status, reason, code):
                 return self._fail(status, reason, code)
             case Satisfied():
