@@ -65,7 +65,7 @@ def test_random_chunkings_and_companies_give_the_same_bits(
     engine = Engine(folder, dtype=dtype, page_size=16, pool_pages=128, deterministic=True)
     prompts = [prompt_of(n, seed=n) for n in (1, 2, 16, 63, 64, 65, 130, 200)]
     expected = [alone(engine, prompt) for prompt in prompts]
-    for seed in range(6):
+    for seed in range(4):
         assert run_mixed(engine, prompts, random.Random(seed)) == expected
 
 
@@ -75,7 +75,7 @@ def test_the_real_models_dimensions_give_the_same_bits(tmp_path: Path) -> None:
         tmp_path, layers=2, heads=9, kv_heads=3, head_dim=64, hidden=576, intermediate=1536, context=1024
     )
     engine = Engine(folder, dtype="float32", page_size=16, pool_pages=128, deterministic=True)
-    prompts = [prompt_of(n, seed=n) for n in (3, 100, 300, 620)]
+    prompts = [prompt_of(n, seed=n) for n in (3, 100, 420)]
     expected = [alone(engine, prompt) for prompt in prompts]
     for seed in (0, 3):
         assert run_mixed(engine, prompts, random.Random(seed)) == expected

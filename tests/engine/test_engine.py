@@ -122,3 +122,12 @@ def test_a_warm_up_leaves_the_pool_as_it_was(tiny: Path) -> None:
     engine.warm_up()
     assert not engine.kv.tensor.any()
     Engine(tiny, dtype="float32", page_size=1, pool_pages=1).warm_up()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_pages_copied_within_the_pool_go_on_as_the_originals_do(tiny: Path, deterministic: bool) -> None:
+    engine = Engine(tiny, dtype="float32", pool_pages=8, deterministic=deterministic)
+    engine.step([Row(prompt_of(40, seed=2), 0, [5, 1, 6])])
+    engine.kv.copy([5, 1, 6], [0, 7, 3])
+    _, lines = engine.logits([Row([9], 40, [5, 1, 6], GREEDY), Row([9], 40, [0, 7, 3], GREEDY)])
+    assert np.array_equal(lines[0], lines[1])
