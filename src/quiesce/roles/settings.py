@@ -10,6 +10,8 @@ from typing import Literal
 Role = Literal["prefill", "decode", "colocated"]
 Dtype = Literal["bfloat16", "float32"]
 Expiry = Literal["hold", "release"]
+LogFormat = Literal["text", "json"]
+Reserve = Literal["early", "late"]
 
 
 def new_epoch() -> int:
@@ -55,11 +57,13 @@ class WorkerSettings:
     schedule_conservativeness: float = 1.0  # share of what running answers may still need that admission keeps free
 
     transfer: str = "shm"
+    reserve: Reserve = "early"  # when decode takes pages: with the request, or when prefill's queue has reached it
     hold_timeout: float = 30.0  # then a fence is asked for; time alone never frees a page
     max_retained: float = 0.25  # share of the pool; above it the worker drains and restarts
     on_hold_expiry: Expiry = "hold"
     drain_timeout: float = 10.0
     log_level: str = "info"
+    log_format: LogFormat = "text"
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.replace("-", "").replace("_", "").isalnum() or len(self.name) > 40:
@@ -96,6 +100,7 @@ class RouterSettings:
     hold_timeout: float = 30.0  # a worker silent for so long loses its requests; the same as the workers'
     drain_timeout: float = 10.0
     log_level: str = "info"
+    log_format: LogFormat = "text"
 
     def __post_init__(self) -> None:
         _within("--port", self.port, 0, 65535)
