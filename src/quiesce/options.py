@@ -15,6 +15,7 @@ from cyclopts import Group, Parameter
 from quiesce.roles.settings import (
     Dtype,
     Expiry,
+    LogFormat,
     Reserve,
     Role,
     RouterSettings,
@@ -130,14 +131,6 @@ class HandOffOptions:
             "for. Time alone never frees them.",
         ),
     ] = 30.0
-    reserve: Annotated[
-        Reserve,
-        Parameter(
-            group=HAND_OFF,
-            help="When decode takes pages for a prompt: early, with the request; late, once prefill's queue has "
-            "reached it, so that a long queue there pins no pages here.",
-        ),
-    ] = "early"
     on_hold_expiry: Annotated[
         Expiry,
         Parameter(
@@ -150,6 +143,14 @@ class HandOffOptions:
         float,
         Parameter(group=HAND_OFF, help="Share of a pool that may be kept without proof; above it a worker restarts."),
     ] = 0.25
+    reserve: Annotated[
+        Reserve,
+        Parameter(
+            group=HAND_OFF,
+            help="When decode takes pages for a prompt: early, with the request; late, once prefill's queue has "
+            "reached it, so that a long queue there pins no pages here.",
+        ),
+    ] = "early"
 
 
 @Parameter(name="*")
@@ -159,6 +160,10 @@ class ProcessOptions:
         float, Parameter(group=PROCESS, help="Seconds that running requests get to finish after SIGTERM or Ctrl-C.")
     ] = 10.0
     log_level: Annotated[LogLevel, Parameter(group=PROCESS, help="Least severity that is logged.")] = "info"
+    log_format: Annotated[
+        LogFormat,
+        Parameter(group=PROCESS, help="Log lines on stderr: text for people, json one object a line for machines."),
+    ] = "text"
 
 
 @Parameter(name="*")
@@ -267,6 +272,7 @@ def worker_settings(
         reserve=hand_off.reserve,
         drain_timeout=process.drain_timeout,
         log_level=process.log_level,
+        log_format=process.log_format,
     )
 
 
@@ -292,6 +298,7 @@ def router_settings(
         hold_timeout=silence.hold_timeout,
         drain_timeout=process.drain_timeout,
         log_level=process.log_level,
+        log_format=process.log_format,
     )
 
 

@@ -75,15 +75,15 @@ def test_every_option_of_serve_reaches_its_place(model: Path, asked: list[Serve]
         "--prefill 2 --decode 3 --served-model-name chat --host 0.0.0.0 --port 9 --context-length 100 --page-size 8 "
         "--max-total-tokens 800 --chunked-prefill-size 64 --max-running-requests 4 --dtype float32 --device cpu "
         "--deterministic --hold-timeout 3 --on-hold-expiry release --max-retained 0.5 --drain-timeout 1 --threads 2 "
-        "--log-level debug --transfer shm"
+        "--log-level debug --transfer shm --reserve late --schedule-conservativeness 0.5"
     )
     assert cli.main(["serve", str(model), *words.split()]) == 0
     (serve,) = asked
     assert list(serve.worker_names) == ["prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"]
     assert (serve.name, serve.http.host, serve.http.port) == ("chat", "0.0.0.0", 9)
-    assert serve.sizes == SizeOptions(100, 8, 800, 64, 4)
+    assert serve.sizes == SizeOptions(100, 8, 800, 64, 4, schedule_conservativeness=0.5)
     assert serve.engine == EngineOptions("cpu", "float32", True, 2)
-    assert serve.hand_off == HandOffOptions("shm", 3.0, "release", 0.5)
+    assert serve.hand_off == HandOffOptions("shm", 3.0, "release", 0.5, "late")
     assert serve.process == ProcessOptions(1.0, "debug")
 
 
@@ -189,8 +189,8 @@ def test_what_serve_passes_to_a_worker_comes_out_as_the_same_settings(
         return 0
 
     monkeypatch.setattr(decode_role, "run", run)
-    sizes, engine = SizeOptions(128, 8, 640, 24, 3, 9), EngineOptions("cpu", "float32", True, 2)
-    hand_off, process = HandOffOptions("shm", 7.5, "release", 0.125), ProcessOptions(2.5, "warning")
+    sizes, engine = SizeOptions(128, 8, 640, 24, 3, 9, 0.25), EngineOptions("cpu", "float32", True, 2)
+    hand_off, process = HandOffOptions("shm", 7.5, "release", 0.125, "late"), ProcessOptions(2.5, "warning")
     words = ["--registry=ipc:///r", "--registry-key=router.pub", "--keys=k", "--run-dir=d", "--name=decode-4"]
     words += ["--epoch=00000000000000ff", *arguments(sizes, engine, hand_off, process)]
     assert cli.main(["decode", str(model), *words]) == 0
@@ -214,6 +214,8 @@ def test_what_serve_passes_to_a_worker_comes_out_as_the_same_settings(
             chunked_prefill_size=24,
             max_running=3,
             max_queued=9,
+            schedule_conservativeness=0.25,
+            reserve="late",
             hold_timeout=7.5,
             max_retained=0.125,
             on_hold_expiry="release",

@@ -135,6 +135,16 @@ class Pong(Message, frozen=True):
     progress: int
 
 
+class Await(Message, frozen=True):
+    """D -> P under `--reserve late`: say when your queue has reached this room. A hint, lends nothing."""
+
+    room: int
+
+
+class Reached(Message, frozen=True):
+    room: int
+
+
 # ---------------------------------------------------------------- the hand-off
 
 
@@ -234,7 +244,7 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How tokens are drawn. Penalties count the tokens of the answer, `repetition_penalty` those of the prompt too."""
+    """How tokens are drawn. Penalties count the answer's tokens, `repetition_penalty` the prompt's too."""
 
     max_tokens: int
     temperature: float = 0.0  # 0: greedy
@@ -324,6 +334,7 @@ class Ended(Message, frozen=True):
 
 class Inspect(Message, frozen=True):
     seq: int
+    page: int | None = None  # only what the ownership log tells about this page
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
@@ -341,7 +352,7 @@ class Inspected(Message, frozen=True):
 
 
 HandOff = Offer | Accept | Refused | Done | Failed | Ack | Abort | Drained | NeverStarted | Busy | Tainted
-Session = Hello | Welcome | Confirm | Unwelcome | Ping | Pong
+Session = Hello | Welcome | Confirm | Unwelcome | Ping | Pong | Await | Reached
 Control = Register | Registered | Exited | Start | Cancel | Tokens | PromptLogprobs | Ended | Inspect | Inspected
 Wire = HandOff | Session | Control
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-EMPTY = ("legs", "running", "waiting", "queue", "offers", "posts", "promised", "revoking")
+EMPTY = (
+    *("legs", "running", "waiting", "queue", "offers", "posts", "promised"),
+    *("asking", "turns", "siblings", "retracted", "revoking"),
+)
 
 
 def not_idle(state: dict[str, Any], boot: dict[str, Any] | None = None) -> list[str]:

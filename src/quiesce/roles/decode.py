@@ -13,11 +13,12 @@ from quiesce.core.admission import pages_for
 from quiesce.core.lender import End, Lender, NotRevoked, PeerLost, Publish, Revoked, Verified
 from quiesce.core.lender import Event as LenderEvent
 from quiesce.core.machine import Action, Arm, Closed, Committed, Fired, Heard, Lost, Revoke, Send, Verify
-from quiesce.core.messages import HandOff, Ping, Pong, Sample, TransferId
+from quiesce.core.messages import Await, HandOff, Ping, Pong, Reached, Sample, TransferId
 from quiesce.core.proofs import Proof
 from quiesce.engine.engine import Engine, Result
 from quiesce.engine.sampler import Sampled
 from quiesce.roles.generation import Generation, Owner
+from quiesce.roles.late import Asking
 from quiesce.roles.legs import WorkerLeg
 from quiesce.roles.prefill_peers import PrefillPeers
 from quiesce.roles.report import generation_samples, lender_samples
@@ -66,6 +67,7 @@ class DecodeWorker(Worker):
             lambda epoch: transport.generation(epoch) is not None,
         )
         self.waiting: deque[WorkerLeg] = deque()
+        self.asking = Asking(lambda epoch, room: self.peers.send(epoch, Await(room)))
         self.revoking: dict[int, tuple[Revoke, float]] = {}
         self.timers.after(PING_SECONDS, "ping", self._ping)
 
@@ -86,6 +88,7 @@ class DecodeWorker(Worker):
             self._release(tid, reason)
         elif not self.generation.forget(leg) and leg in self.waiting:
             self.waiting.remove(leg)
+            self.asking.forget(leg.start.room)
 
     def _release(self, tid: TransferId, reason: str) -> None:
         """The request's hold on the pages ends: through the transfer while there is one, else at the ledger."""
@@ -105,8 +108,13 @@ class DecodeWorker(Worker):
             hopeless = "its prefill worker is gone" if peer is None else self.peers.hopeless(peer)
             if hopeless is not None:
                 self.give_up(leg, "failed", 503, hopeless)
-            elif peer is not None and self.peers.ready(peer) and not self._offer(leg, address.epoch):
-                return
+            elif peer is not None and self.peers.ready(peer) and self._turn_of(leg, address.epoch):
+                if not self._offer(leg, address.epoch):
+                    return
+                self.asking.forget(leg.start.room)
+
+    def _turn_of(self, leg: WorkerLeg, prefill: int) -> bool:
+        return self.settings.reserve == "early" or self.asking.may_offer(prefill, leg.start.room)
 
     def _offer(self, leg: WorkerLeg, prefill: int) -> bool:
         """Reserves and offers; False when the pool has no room for it now."""
@@ -179,6 +187,8 @@ class DecodeWorker(Worker):
         for speaker, message in heard:
             if isinstance(message, HandOff):
                 self._guarded(self.tell, Heard(message, speaker))
+            elif isinstance(message, Reached):
+                self.asking.reached(message.room)
             elif not isinstance(message, Pong):
                 log.warning("%s from prefill %016x is not for a decode worker", type(message).__name__, speaker)
         for event in self.transport.events():
@@ -242,6 +252,7 @@ class DecodeWorker(Worker):
             states[transfer.state.value] = states.get(transfer.state.value, 0) + 1
         return {
             "waiting": len(self.waiting),
+            "asking": len(self.asking),
             "transfers": states,
             "transfers_ended": dict(self.lender.ended),
             "promised": self.generation.promises.promised,

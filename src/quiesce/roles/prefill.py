@@ -25,9 +25,10 @@ from quiesce.core.borrower import (
 )
 from quiesce.core.borrower import Event as BorrowerEvent
 from quiesce.core.machine import Action, Arm, Fired, Heard, Opened, Post, Send, Stopped, TryDrain
-from quiesce.core.messages import FirstToken, HandOff, Leg, Ping, Sample, TransferId
+from quiesce.core.messages import Await, FirstToken, HandOff, Leg, Ping, Reached, Sample, TransferId
 from quiesce.engine.engine import Engine, Result
 from quiesce.roles.decode_peers import DecodePeers
+from quiesce.roles.late import Turns
 from quiesce.roles.legs import WorkerLeg
 from quiesce.roles.report import borrower_samples
 from quiesce.roles.sequence import Sequence
@@ -40,6 +41,7 @@ log = logging.getLogger("quiesce.prefill")
 
 ORPHAN_SECONDS = 10.0  # an offer waits this long for its request; the router sends both at once
 POST_WINDOW = 4
+LATE_PLACES = 2  # under --reserve late: one prompt being computed and one whose pages are ready
 
 
 @dataclass(eq=False)
@@ -68,6 +70,7 @@ class PrefillWorker(Worker):
         self.jobs: dict[int, Job] = {}  # by room
         self.by_leg: dict[Leg, Job] = {}
         self.by_tid: dict[TransferId, Job] = {}
+        self.turns = Turns(lambda epoch, room: self.peers.send(epoch, Reached(room)))
         self.siblings = Siblings(self.batch, engine.kv.copy)
         self.queue: deque[Job] = deque()  # paired, waiting for pages
         self.posts: dict[int, tuple[Leg, int]] = {}
@@ -87,6 +90,7 @@ class PrefillWorker(Worker):
             self.tell(Fault(leg, f"room {room} is in use by another transfer"))
             return
         job = self.jobs[room] = self.by_leg[leg] = Job(leg, room)
+        self.turns.forget(room)
         request = self.legs.by_room.get(room)
         if request is not None:
             self._pair(job, request)
@@ -123,6 +127,7 @@ class PrefillWorker(Worker):
 
     def give_up(self, leg: WorkerLeg, outcome: Literal["cancelled", "failed"], status: int, reason: str) -> None:
         self.say_end(leg, outcome, status, reason)
+        self.turns.forget(leg.start.room)
         job = self.jobs.get(leg.start.room)
         if job is not None and job.request is leg:
             self.tell(Fault(job.leg, reason))
@@ -131,6 +136,7 @@ class PrefillWorker(Worker):
 
     def schedule(self) -> None:
         """In order of arrival: the first that does not fit waits for pages, and all behind it with it."""
+        self.turns.call(LATE_PLACES - len(self.by_leg), self.legs.by_room.__contains__)
         while self.queue and not self.batch.full:
             job = self.queue[0]
             sequence = job.sequence
@@ -249,7 +255,9 @@ class PrefillWorker(Worker):
         if self.peers.session(received, self.thread.steps):
             return
         speaker = self.peers.speaker(received.sender)
-        if speaker is not None and isinstance(received.message, HandOff | Ping):
+        if speaker is not None and isinstance(received.message, Await):
+            self.turns.asked(speaker, received.message.room)
+        elif speaker is not None and isinstance(received.message, HandOff | Ping):
             self.tell(Heard(received.message, speaker))
 
     def peers_turn(self) -> None:
@@ -259,6 +267,7 @@ class PrefillWorker(Worker):
         for event in self.transport.events():
             if event.final and event.peer_epoch in self.peers.by_epoch:
                 self.tell(LenderGone(event.peer_epoch))
+                self.turns.drop(event.peer_epoch)
                 self.peers.forget(event.peer_epoch)
 
     # ------------------------------------------------------------ looking and leaving
@@ -272,6 +281,7 @@ class PrefillWorker(Worker):
             states[record.state.value] = states.get(record.state.value, 0) + 1
         return {
             "queue": len(self.queue),
+            "turns": len(self.turns),
             "siblings": len(self.siblings),
             "offers": len(self.by_leg),
             "records": states,
