@@ -235,7 +235,7 @@ def _run_worker(run: Callable[[WorkerSettings], int], settings: WorkerSettings) 
     from quiesce.engine.errors import EngineError  # noqa: PLC0415
     from quiesce.ops.logs import configure_logging  # noqa: PLC0415
 
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format, settings.name)
     try:
         return run(settings)
     except EngineError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +11,7 @@ import msgspec
 
 from quiesce.lab.faulty import FaultyTransport, seeded
 from quiesce.lab.unsafe import free_at_once
+from quiesce.ops.logs import configure_logging
 from quiesce.roles.assembly import make_engine, make_transport
 from quiesce.roles.colocated import ColocatedWorker
 from quiesce.roles.decode import DecodeWorker
@@ -59,9 +59,7 @@ def transport_for(settings: WorkerSettings, faults: Faults) -> Transport:
 def main(path: str) -> int:
     spec = msgspec.json.decode(Path(path).read_bytes(), type=Spec)
     settings = settings_from(spec.settings)
-    logging.basicConfig(
-        level=settings.log_level.upper(), format=f"%(asctime)s {settings.name} %(levelname)s %(message)s"
-    )
+    configure_logging(settings.log_level, settings.log_format, settings.name)
     engine = make_engine(settings)
     if settings.role == "colocated":
         colocated = ColocatedWorker(settings, engine)

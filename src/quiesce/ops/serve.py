@@ -118,7 +118,7 @@ async def _serve(asked: Serve, run_dir: RunDir) -> int:
     router_key = KeyPair.load(run_dir.keys / f"{ROUTER}.key").public
     notices = Notices(context, run_dir.registry, router_key, KeyPair.load(run_dir.keys / f"{SUPERVISOR}.key"))
     plans = make_plans(asked, run_dir)
-    console = Console([plan.name for plan in plans])
+    console = Console([plan.name for plan in plans], form=asked.process.log_format)
     console.say(f"starting {', '.join(plan.name for plan in plans)} with {asked.name} from {asked.model}")
     started = time.monotonic()
 

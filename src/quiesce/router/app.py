@@ -18,6 +18,7 @@ from quiesce.api.chat import TextModel
 from quiesce.api.generate import Front, FrontLimits
 from quiesce.api.metrics import FrontMetrics
 from quiesce.api.server import make_app
+from quiesce.ops.logs import configure_logging
 from quiesce.router.dispatch import Dispatcher
 from quiesce.router.links import Links
 from quiesce.router.registry import Patience, Registry
@@ -98,8 +99,7 @@ class Router:
 
 def run(settings: RouterSettings) -> int:
     """Runs the router until SIGTERM or SIGINT; returns the exit status of the process."""
-    level = settings.log_level.upper()
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logging(settings.log_level, settings.log_format, "router")
     try:
         text = TextModel(settings.model)
         uvloop.run(_run(settings, text))
