@@ -61,7 +61,8 @@ def json_line(process: str, message: str, at: float, **fields: Any) -> str:
     said = {"time": when, "process": process, "message": message[:LONGEST], **shown}
     line = msgspec.json.encode(_plain(said))
     if len(line) > LONGEST_LINE:
-        kept = {name: str(value)[:CUT] for name, value in said.items() if name in ("time", "process", "message", *IDS)}
+        names = ("time", "process", "message", *IDS)
+        kept = {name: str(value)[:CUT] for name, value in said.items() if name in names}
         line = msgspec.json.encode(kept | {"cut": len(line)})
     return line.decode()
 
