@@ -133,6 +133,19 @@ def test_every_number_of_a_body_has_a_range() -> None:
     assert numbers - set(RANGES) == {"logprobs"}
 
 
+def test_whole_numbers_may_have_a_decimal_point() -> None:
+    raw = b'{"model": "m", "prompt": [1.0, 2], "max_tokens": 5.0, "temperature": 1, "seed": 1e3, "top_p": 0.5}'
+    wanted = parse_completion(raw)
+    assert (wanted.prompts, wanted.max_tokens, wanted.seed) == ([[1, 2]], 5, 1000)
+    assert wanted.given == {"temperature": 1.0, "top_p": 0.5}
+    assert parse_completion(b'{"model": "m", "prompt": [1.0, 2]}').prompts == [[1, 2]]
+    for bad in (b"1e300", b"5.5"):
+        assert (
+            refused(b'{"model": "m", "prompt": "x", "max_tokens": ' + bad + b"}", parse_completion).param
+            == "max_tokens"
+        )
+
+
 def test_the_logprobs_of_completions_are_a_number_up_to_20() -> None:
     assert completion(logprobs=0).logprobs == 0 and completion(logprobs=20).logprobs == 20
     for bad in (21, -1, True):

@@ -23,7 +23,6 @@ from quiesce.router.request import (
     LegEnded,
     LegLost,
     LegPrompt,
-    LegSilent,
     LegState,
     LegTokens,
     NotSent,
@@ -124,14 +123,6 @@ def test_the_last_words_of_prefill_do_not_matter_once_decode_speaks() -> None:
         assert machine.on(ended("decode", "stop", tokens=1))[1].verdict.finish_reason == "stop"
 
 
-def test_a_silent_worker_ends_what_has_no_token_yet_and_nothing_else() -> None:
-    machine = started()
-    assert error_of(machine.on(LegSilent("decode", "quiet"))) == (502, "worker_lost")
-    machine = started()
-    machine.on(LegTokens("decode", (1,)))
-    assert machine.on(LegSilent("decode", "quiet")) == []
-
-
 def test_an_unanswered_cancel_is_repeated_and_given_up_in_the_end() -> None:
     machine = started(("decode",))
     assert Arm("decode", 0) in machine.on(GONE)
@@ -163,7 +154,6 @@ def test_the_verdict_waits_for_the_prompts_logprobs() -> None:
 def test_a_prefill_that_is_gone_with_logprobs_of_the_prompt_fails_the_answer() -> None:
     for last in (
         LegLost("prefill", "died", dead=True),
-        LegSilent("prefill", "quiet"),
         ended("prefill", "failed", 500),
         ended("prefill", "handed_over"),
         LegPrompt("prefill", 1, (None,)),
@@ -183,7 +173,6 @@ EVENTS = st.one_of(
     st.builds(LegPrompt, SIDES, st.integers(0, 2), st.sampled_from([(None,), (None, None)])),
     st.builds(ended, SIDES, OUTCOMES, st.sampled_from([200, 400, 503, 7]), st.integers(0, 3)),
     st.builds(LegLost, SIDES, st.just("lost"), st.booleans()),
-    st.builds(LegSilent, SIDES, st.just("quiet")),
     st.just(GONE),
     st.just(GaveUp(504, "late", "deadline_exceeded")),
     st.just(Satisfied()),

@@ -126,9 +126,7 @@ class Exchange:
         if front.inflight > front.limits.max_inflight:
             raise unavailable(f"all {front.limits.max_inflight} places for requests are taken", "overloaded")
         wanted = self._endpoint.parse(await self._body())
-        if wanted.model != front.model:
-            message = f"model: {wanted.model[:200]!r} is not served here, only {front.model!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+        check_model(wanted.model, front.model)
         if wanted.ignored:
             self._out.warn_ignored(wanted.ignored)
         if (refusal := front.backend.refusal()) is not None:
@@ -204,6 +202,12 @@ class Exchange:
             self._out.status = 499
         else:
             await self._out.error(error)
+
+
+def check_model(asked: str, served: str) -> None:
+    if asked != served:
+        message = f"model: {asked[:200]!r} is not served here, only {served!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def _usage(n: int, asks: list[Ask], answers: list[Answer]) -> Usage:

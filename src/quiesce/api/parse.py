@@ -95,7 +95,7 @@ def _prompts(prompt: str | list[Any]) -> list[Prompt]:
 
 
 def _prompt(prompt: Any, where: str) -> Prompt:
-    if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(type(id) is int for id in prompt)):
+    if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(isinstance(id, int) for id in prompt)):
         raise invalid(where, "must be a string or a list of token ids (integers)")
     if not prompt:
         raise invalid(where, "must not be empty")
@@ -223,9 +223,15 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def decode(decoder: msgspec.json.Decoder[Body], raw: bytes) -> Body:
-    """Raises ApiError 400 that names the field."""
+    """Raises ApiError 400 that names the field. A whole number may be written as 5.0, as JSON has it."""
     try:
-        return decoder.decode(raw)
+        try:
+            return decoder.decode(raw)
+        except msgspec.ValidationError as error:
+            if "got `float`" not in str(error):
+                raise
+            again: Body = msgspec.convert(_whole_numbers(msgspec.json.decode(raw)), decoder.type)
+            return again
     except msgspec.ValidationError as error:
         text = str(error)
         path = re.search(r"`\$\.?([^`]*)`", text)
@@ -235,3 +241,14 @@ def decode(decoder: msgspec.json.Decoder[Body], raw: bytes) -> Body:
         raise ApiError(400, f"{param}: {text}" if param else text, param=param, code=code) from None
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON in UTF-8: {error}", code="invalid_json") from None
+
+
+def _whole_numbers(value: Any) -> Any:
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case list():
+            return [_whole_numbers(item) for item in value]
+        case dict():
+            return {key: _whole_numbers(item) for key, item in value.items()}
+    return value

@@ -159,7 +159,7 @@ class ChatBody(Common, kw_only=True):
 
 
 class CompletionBody(Common, kw_only=True):
-    prompt: str | list[Any]
+    prompt: str | list[int | str | list[int]]  # one prompt, or several
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None

@@ -13,9 +13,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quiesce.api.errors import ApiError
-from quiesce.api.generate import Front, Generate
+from quiesce.api.generate import Front, Generate, check_model
+from quiesce.api.openapi import document
+from quiesce.api.pages import Model, Models, Readiness
 from quiesce.api.parse import parse_chat, parse_completion
 from quiesce.api.shapes import ChatShape, CompletionShape
+from quiesce.api.texts import Texts
 from quiesce.core.messages import Inspected
 
 INSPECT_SECONDS = 1.0
@@ -24,7 +27,7 @@ JSON = "application/json"
 
 def make_app(front: Front) -> Starlette:
     """The ASGI application. `front.backend` must live in the same event loop."""
-    pages = Pages(front)
+    pages, texts = Pages(front), Texts(front)
     chat = Generate(front, "/v1/chat/completions", parse_chat, ChatShape)
     completion = Generate(front, "/v1/completions", parse_completion, CompletionShape)
     routes = [
@@ -32,7 +35,11 @@ def make_app(front: Front) -> Starlette:
         Route(completion.route, completion, methods=["POST"]),
         Route("/v1/models", pages.models),
         Route("/v1/models/{name:path}", pages.model),
+        Route("/tokenize", texts.tokenize, methods=["POST"]),
+        Route("/detokenize", texts.detokenize, methods=["POST"]),
         Route("/health", pages.health),
+        Route("/ready", pages.ready),
+        Route("/openapi.json", pages.openapi),
         Route("/metrics", pages.metrics),
         Route("/debug/ledger", pages.ledger),
     ]
@@ -45,30 +52,29 @@ class Pages:
     def __init__(self, front: Front) -> None:
         self._front = front
         self._created = int(time.time())
+        self._document = msgspec.json.encode(document(front.model, front.text.vocabulary_size))
 
-    def _model(self) -> dict[str, Any]:
-        """`max_model_len` is the effective limit: the least of context and pools over the usable workers."""
-        return {
-            "id": self._front.model,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "quiesce",
-            "max_model_len": self._front.backend.context_limit(),
-        }
+    def _model(self) -> Model:
+        return Model(self._front.model, self._created, self._front.backend.context_limit())
 
     async def models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._model()]})
+        return _json(Models([self._model()]))
 
     async def model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        if name != self._front.model:
-            message = f"model: {name[:200]!r} is not served here, only {self._front.model!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+        check_model(request.path_params["name"], self._front.model)
         return _json(self._model())
 
     async def health(self, request: Request) -> Response:
         healthy, detail = self._front.backend.health()
         return _json(detail, 200 if healthy else 503)
+
+    async def ready(self, request: Request) -> Response:
+        """For load balancers and Kubernetes: may this server be sent requests now?"""
+        refusal = self._front.backend.refusal()
+        return _json(Readiness(refusal is None, refusal.message if refusal else ""), 503 if refusal else 200)
+
+    async def openapi(self, request: Request) -> Response:
+        return Response(self._document, media_type=JSON)
 
     async def metrics(self, request: Request) -> Response:
         backend = self._front.backend
