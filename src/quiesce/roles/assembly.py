@@ -26,6 +26,8 @@ def make_engine(settings: WorkerSettings) -> Engine:
     refusal = refuse_pool(engine.context_length, pool_tokens, settings.role)
     if refusal is not None:
         raise EngineError(refusal)
+    # What the first step would spend on set-up is spent before the worker says that it serves.
+    engine.warm_up(min(settings.chunked_prefill_size, engine.context_length))
     return engine
 
 

@@ -33,6 +33,8 @@ from quiesce.core.messages import (
 )
 from quiesce.core.pages import PagePool
 from quiesce.engine.engine import Engine, Result
+from quiesce.engine.errors import EngineError
+from quiesce.engine.sampler import check_sampling
 from quiesce.roles.engine_thread import EngineThread
 from quiesce.roles.legs import Legs, WorkerLeg
 from quiesce.roles.registration import HEARTBEAT, Registration
@@ -215,6 +217,10 @@ class Worker(ABC):
         vocabulary = self.engine.model_config.vocab_size
         if any(not 0 <= token < vocabulary for token in start.token_ids):
             return 400, f"token ids must be in 0..{vocabulary - 1}"
+        try:
+            check_sampling(start.sampling, vocabulary, self.engine.eos_ids)
+        except EngineError as error:
+            return 400, str(error)
         refusal = check(len(start.token_ids), start.sampling.max_tokens, effective_limit(self.limits()))
         return None if refusal is None else (refusal.status, refusal.reason)
 
