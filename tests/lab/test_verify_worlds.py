@@ -24,6 +24,7 @@ SLICE = {
     "short": 3_000,
     "full": 9_000,
     "decodes": 3_000,
+    "handshake": 6_000,
     "left alone": 4_000,
     "left crash": 3_000,
     "left fence": 3_000,

@@ -189,4 +189,6 @@ class Teller:
 
 def tell(result: Result) -> list[str]:
     """The story of a violation, a line an event; empty when nothing was violated."""
+    if result.told:
+        return [f"{number:3}. {line}" for number, line in enumerate(result.told, 1)]
     return Teller(result).lines() if result.story else []

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from quiesce.lab.checker.handshake import search_handshake
 from quiesce.lab.checker.liveness import search_live
 from quiesce.lab.checker.search import Result, search
 from quiesce.lab.mutants import MUTANTS, Mutant
@@ -40,7 +41,8 @@ def verify(
         if ends is not None and time.monotonic() >= ends:
             yield Result(world)
             continue
-        yield (search_live if world.live else search)(world, progress=go_on)
+        look = search_handshake if world.handshake else search_live if world.live else search
+        yield look(world, progress=go_on)
 
 
 def hunt(mutant: Mutant, *, limit: int = MUTANT_LIMIT) -> Result:
@@ -48,6 +50,8 @@ def hunt(mutant: Mutant, *, limit: int = MUTANT_LIMIT) -> Result:
 
     The machines are put back before this returns, so a story must be told by `story_of`."""
     with mutant.made():
+        if mutant.world.handshake:
+            return search_handshake(mutant.world)
         if mutant.live:
             return search_live(mutant.world, limit=limit)
         return search(mutant.world, strict=mutant.strict, limit=limit)

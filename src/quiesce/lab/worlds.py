@@ -40,6 +40,7 @@ class World:
     short: int = 0  # a prefill rank plans fewer pages than it was offered
     exact: bool = False  # pacing is state too: timers, ACCEPT, BUSY, retained
     late: bool = False  # answers about closed transfers stay deliverable too (they change nothing: checked here)
+    handshake: bool = False  # HELLO, WELCOME and CONFIRM only
     live: bool = False  # search the liveness graph too
 
 
@@ -120,6 +121,7 @@ WORLDS: tuple[World, ...] = (
     World("full", "a prefill engine that remembers one transfer", (1, 1, 1), pool=1, records=1, pings=1, fault=1),
     World("ranks", "two prefill ranks, a failed post", prefills=2, pool=1, failed=1),
     World("decodes", "two decode ranks", requests=(1,), pool=1, decodes=2, unknown=1, drain=True),
+    World("handshake", "two processes that restart, every old HELLO", pings=2, crash_d=1, crash_p=1, handshake=True),
     World(
         "left alone",
         "liveness: failures, an UNKNOWN post and a drain",

@@ -22,6 +22,7 @@ class Result:
     complete: bool = False
     broken: str | None = None
     story: list[tuple[State, Event]] = field(default_factory=list)  # (state before, event)
+    told: list[str] = field(default_factory=list)  # a story that tells itself
     model: Model | None = None
 
 

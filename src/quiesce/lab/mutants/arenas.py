@@ -42,3 +42,4 @@ LIVE_FENCE = World(
 LIVE_DRAIN = World("live drain", "an UNKNOWN post and a drain", (1,), pool=1, unknown=1, drain=True, live=True)
 LIVE_RANKS = World("live ranks", "two prefill ranks, a failure", (1,), pool=1, prefills=2, fault=1, live=True)
 LIVE_DECODES = World("live decodes", "two decode ranks", requests=(1,), pool=1, decodes=2, live=True)
+HANDSHAKE = World("handshake", "a decode engine that restarts", pings=2, crash_d=1, handshake=True)
