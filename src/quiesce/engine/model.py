@@ -10,6 +10,7 @@ from quiesce.engine.batch import MIN_ROWS, Batch
 from quiesce.engine.config import ModelConfig
 from quiesce.engine.errors import EngineError
 from quiesce.engine.kv import KVPool
+from quiesce.engine.product import pack, product
 from quiesce.engine.rope import frequencies
 from quiesce.engine.weights import LayerWeights, Weights
 
@@ -30,6 +31,8 @@ class Model:
         self._sin = torch.cat((-sin, sin), 1).to(self._device, self._dtype)
         if deterministic:
             check_row_invariance(weights)
+        else:
+            pack(weights)
 
     def forward(self, batch: Batch, kv: KVPool) -> torch.Tensor:
         """Compute all tokens, write their K and V, and return hidden states [tokens, hidden] for `logits`."""
@@ -39,13 +42,13 @@ class Model:
         x = F.embedding(batch.tokens, weights.embedding)
         cos, sin = self._cos[batch.positions].unsqueeze(1), self._sin[batch.positions].unsqueeze(1)
         for number, layer in enumerate(weights.layers):
-            qkv = F.linear(F.rms_norm(x, shape, layer.attention_norm, eps), layer.qkv, layer.qkv_bias)
+            qkv = product(F.rms_norm(x, shape, layer.attention_norm, eps), layer.qkv, layer.qkv_bias)
             self._normalise(qkv, layer)
             self._rotate(qkv, cos, sin)
             attended = self._attend(number, qkv, batch, kv)
-            x += F.linear(attended, layer.out, layer.out_bias)
-            gate, up = F.linear(F.rms_norm(x, shape, layer.mlp_norm, eps), layer.gate_up).chunk(2, -1)
-            x += F.linear(F.silu(gate).mul_(up), layer.down)
+            x += product(attended, layer.out, layer.out_bias)
+            gate, up = product(F.rms_norm(x, shape, layer.mlp_norm, eps), layer.gate_up).chunk(2, -1)
+            x += product(F.silu(gate).mul_(up), layer.down)
         return x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -56,7 +59,7 @@ class Model:
         if self.deterministic and wanted < MIN_ROWS:
             x = F.pad(x, (0, 0, 0, MIN_ROWS - wanted))
         x = F.rms_norm(x, (self.config.hidden_size,), self.weights.norm, self.config.norm_eps)
-        return F.linear(x, self.weights.head)[:wanted]
+        return product(x, self.weights.head)[:wanted]
 
     def _normalise(self, qkv: torch.Tensor, layer: LayerWeights) -> None:
         """Normalise each head of q and k in place, in models that do."""
