@@ -51,7 +51,7 @@ BAD: dict[str, tuple[str, Any, int, tuple[str, ...]]] = {
     "too many stop strings": ("completions", GOOD | {"stop": ["x"] * 100}, 400, ("stop",)),
     "empty stop string": ("completions", GOOD | {"stop": [""]}, 400, ("stop",)),
     "unknown role shape": ("chat/completions", CHAT | {"messages": [{"role": "user"}]}, 400, ("content",)),
-    "several answers": ("completions", GOOD | {"n": 3}, 400, ("n",)),
+    "several answers": ("completions", GOOD | {"n": 5000}, 400, ("n",)),
     "not an object": ("completions", [1, 2], 400, ()),
     "infinite temperature": ("completions", b'{"model":"tiny","prompt":"a","temperature":1e999}', 400, ()),
     "NaN": ("completions", b'{"model":"tiny","prompt":"a","temperature":NaN}', 400, ()),
@@ -114,7 +114,7 @@ def test_a_full_system_answers_503_with_retry_after(narrow: Product) -> None:
     answers: list[httpx.Response] = []
 
     def long() -> None:
-        body = GOOD | {"max_tokens": 1500, "ignore_eos": True, "temperature": 0}
+        body = GOOD | {"max_tokens": 600, "ignore_eos": True, "temperature": 0}
         answers.append(httpx.post(f"{narrow.url}/v1/completions", json=body, timeout=120))
 
     running = [threading.Thread(target=long) for _ in range(4)]

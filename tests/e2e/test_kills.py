@@ -27,7 +27,7 @@ def kill(pid: int) -> float:
 
 
 def decoding(product: Product) -> Stream:
-    stream = Stream(product, PROBE, 1900)
+    stream = Stream(product, PROBE, 900)
     stream.until_event()
     return stream
 
@@ -63,7 +63,7 @@ def recovers(product: Product, right: str, before: dict[str, str], restarted: se
 
 
 def test_worker_killed_while_streaming_and_while_waiting(serve: Product) -> None:
-    right, answer = serve.ask(PROBE), serve.ask(PROBE, 1900)
+    right, answer = serve.ask(PROBE), serve.ask(PROBE, 900)
 
     before = serve.epochs()
     stream = decoding(serve)
@@ -91,7 +91,7 @@ def test_worker_killed_while_streaming_and_while_waiting(serve: Product) -> None
 
 def test_mover_killed_while_streaming_and_while_waiting(serve: Product) -> None:
     """The engine stays; it starts another mover, and what was under way ends with an error or is computed anew."""
-    right, answer = serve.ask(PROBE), serve.ask(PROBE, 1900)
+    right, answer = serve.ask(PROBE), serve.ask(PROBE, 900)
     before = serve.epochs()
     stream = decoding(serve)
     kill(serve.mover())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quiesce.core.messages import Control, Ended, Sampling, Start, Tokens
+from quiesce.engine.sampler import Sampled
 from quiesce.roles.legs import LAST_WORDS_SECONDS, OUTBOX_LIMIT, Legs, WorkerLeg
 
 ROUTER = b"r"
@@ -35,7 +36,7 @@ def test_r1_last_word_waits_for_a_router_that_is_slow() -> None:
     legs = Legs(queue)
     leg = running(legs)
     for token in range(3):
-        legs.tokens(leg, token)
+        legs.tokens(leg, Sampled(token))
     assert legs.end(leg, Ended(leg.rid, "length"))
     assert legs.flush(0.0) == [] and legs.flush(LAST_WORDS_SECONDS - 1) == []
     queue.room = 10
@@ -58,6 +59,6 @@ def test_a_router_too_far_behind_loses_its_legs() -> None:
     legs = Legs(Queue(room=0))
     leg = running(legs)
     for token in range(OUTBOX_LIMIT + 1):
-        legs.tokens(leg, token)
+        legs.tokens(leg, Sampled(token))
     assert legs.flush(0.0) == [ROUTER]
     assert legs.of(ROUTER) == [leg] and not legs.outbox
