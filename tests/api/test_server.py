@@ -173,7 +173,7 @@ async def test_every_sampling_field_reaches_both_workers(c: Cluster) -> None:
         "top_logprobs": 4,
         "prompt_logprobs": 1,
     }
-    answer = await c.chat(**fields, logit_bias={"11": -100, "5": 2.5}, stop_token_ids=[9])
+    answer = await c.chat(**fields, logit_bias={"11": -100, "5": 2.5}, stop_token_ids=[9], priority=-3)
     assert answer.status_code == 200, answer.text
     expected = Sampling(
         **{name: value for name, value in fields.items() if name not in ("logprobs", "top_logprobs")},
@@ -183,7 +183,7 @@ async def test_every_sampling_field_reaches_both_workers(c: Cluster) -> None:
     )
     for worker in (c.prefill, c.decode):
         (start,) = worker.starts.values()
-        assert start.sampling == expected
+        assert start.sampling == expected and start.priority == -3
     assert set(msgspec.structs.asdict(expected)) - set(fields) == {"logit_bias", "stop_token_ids"}
 
 

@@ -169,3 +169,19 @@ async def test_a_prompt_that_is_too_long_is_named_among_its_list(c: Cluster) -> 
         answer = await c.client.post("/v1/completions", json=fields)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt[1]"
     assert not c.decode.starts
+
+
+async def test_samples_of_one_prompt_share_a_group_and_a_prefill_worker(tmp_path: Path, text: TextModel) -> None:
+    roles = [{"role": "prefill"}, {"role": "prefill"}, {"role": "decode"}, {"role": "decode"}]
+    async with cluster(tmp_path, text, roles) as c:
+        fields = {"model": "tiny", "prompt": ["a", "b"], "n": 3, "max_tokens": 2}
+        answer = await c.client.post("/v1/completions", json=fields)
+        assert answer.status_code == 200, answer.text
+        groups = [{start.group for start in c.worker(name).starts.values()} for name in ("prefill-0", "prefill-1")]
+        assert len(groups[0]) == len(groups[1]) == 1 and groups[0] != groups[1]
+        decode = [start for name in ("decode-0", "decode-1") for start in c.worker(name).starts.values()]
+        assert {len(c.worker(name).starts) for name in ("decode-0", "decode-1")} == {3}
+        assert {start.group for start in decode} == groups[0] | groups[1]
+        assert (await c.chat()).status_code == 200
+        alone = [start for worker in c.workers for start in worker.starts.values() if not start.group]
+        assert len(alone) == 2  # its two legs: a single answer is in no group

@@ -14,7 +14,7 @@ from quiesce.core.messages import Inspected, Sampling, TokenLogprob
 class Ask(msgspec.Struct, frozen=True):
     """One answer to one prompt. `rid` is minted by us; `label` is the client's own id and pairs nothing.
 
-    Asks with one `group` have the same prompt: samples of it.
+    Asks with one `group` (when not empty) are samples of one prompt.
     """
 
     rid: str
@@ -23,6 +23,7 @@ class Ask(msgspec.Struct, frozen=True):
     sampling: Sampling
     deadline: float  # of the running event loop's clock, seconds
     group: str = ""
+    priority: int = 0  # lower is served first
 
 
 class Verdict(msgspec.Struct, frozen=True):

@@ -58,6 +58,7 @@ RULES = {
     "top_logprobs": "Only together with `logprobs: true`.",
     "prompt_logprobs": "Not together with `stream: true`.",
     "stream_options": "Only together with `stream: true`.",
+    "priority": "Requests of a lower one are served first.",
     "best_of": "Absent or equal to `n`.",
     "n": f"Prompts times `n` is at most {schemas.MAX_ANSWERS}.",
     "logit_bias": "Token ids of the vocabulary, written in digits, and what is added to their logits.",

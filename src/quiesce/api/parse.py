@@ -39,6 +39,7 @@ class Wanted(msgspec.Struct, frozen=True):
     logprobs: int | None  # alternatives to show for each token; 0: the token's own
     prompt_logprobs: int | None  # as a list of its own
     echo: bool
+    priority: int
     stream: bool
     include_usage: bool
     ignored: tuple[str, ...]
@@ -163,6 +164,7 @@ def _wanted(
         logprobs=logprobs,
         prompt_logprobs=_in_range("prompt_logprobs", body.prompt_logprobs),
         echo=echo,
+        priority=_in_range("priority", body.priority) or 0,
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
         ignored=tuple(ignored),

@@ -49,7 +49,8 @@ def asks(
         sampling = _sampling(wanted, len(ids), defaults, limit)
         for sample in range(wanted.n):
             own = rid if single else f"{rid}-{len(found)}"
-            found.append(Ask(own, label, ids, sampling(sample), deadline, group=f"{rid}/{i}"))
+            group = f"{rid}/{i}" if wanted.n > 1 else ""
+            found.append(Ask(own, label, ids, sampling(sample), deadline, group, wanted.priority))
     return found
 
 

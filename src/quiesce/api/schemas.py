@@ -25,7 +25,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "top_p": (0, 1),
     "top_k": (-1, INT32_MAX),
     "min_p": (0, 1),
-    "repetition_penalty": (0, 10),
+    "repetition_penalty": (0.01, 10),
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
     "seed": INT64,
@@ -36,8 +36,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "min_tokens": (0, INT32_MAX),
     "top_logprobs": (0, 20),
     "prompt_logprobs": (0, 20),
+    "priority": (-1000, 1000),
 }
-ABOVE = ("top_p", "repetition_penalty")  # here the lowest value itself is not allowed
+ABOVE = ("top_p",)  # here the lowest value itself is not allowed
 LOGPROBS = (0, 20)  # of completions, where it is a number
 BIAS = (-100, 100)
 
@@ -101,6 +102,7 @@ class Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: int | None = None
+    priority: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

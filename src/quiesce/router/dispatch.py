@@ -87,9 +87,10 @@ class Dispatcher:
         if (refusal := self.refusal()) is not None:
             raise refusal
         work = Work(self.feed)
+        has_prompt: dict[str, Worker] = {}  # group -> the prefill worker of its first sample
         for index, ask in enumerate(asks):
             self._turn += 1
-            pair = pairing.choose(self._usable(), self._turn)
+            pair = pairing.choose(self._usable(), self._turn, has_prompt.get(ask.group))
             if pair is None:
                 self._take_back(work)
                 several = f"; this request needs room for {len(asks)}" if len(asks) > 1 else ""
@@ -97,6 +98,8 @@ class Dispatcher:
             workers: dict[rq.Side, Worker] = {"decode": pair.decode}
             if pair.prefill is not None:
                 workers["prefill"] = pair.prefill
+                if ask.group:
+                    has_prompt.setdefault(ask.group, pair.prefill)
             work.calls.append(Call(work, index, ask, workers))
             for worker in workers.values():
                 worker.legs.add(ask.rid)
@@ -218,6 +221,8 @@ class Dispatcher:
             sampling=ask.sampling,
             deadline_ms=max(1, int((ask.deadline - self._loop.time()) * 1000)),
             prefill=prefill.latest.address if prefill else None,
+            priority=ask.priority,
+            group=ask.group,
         )
 
     def _send(self, worker: Worker, message: Wire) -> bool:

@@ -40,17 +40,18 @@ def usable(workers: Iterable[Worker], now: float, patience: Patience) -> list[Wo
     return [worker for worker in workers if worker.trouble(now, patience) is None]
 
 
-def choose(workers: Iterable[Worker], turn: int) -> Pair | None:
+def choose(workers: Iterable[Worker], turn: int, beside: Worker | None = None) -> Pair | None:
     """The pair with the fewest outstanding legs among usable workers; ties go round. None when there is none
     with room.
 
-    `turn` is a number that grows with each choice.
+    `turn` is a number that grows with each choice. `beside`: the prefill worker that has the same prompt already,
+    and computes it only once; it is chosen while it has room.
     """
-    best: tuple[tuple[int, int], Pair] | None = None
+    best: tuple[tuple[bool, int, int], Pair] | None = None
     for group in groups(worker for worker in workers if not worker.full).values():
-        for pair in _candidates(group):
+        for pair in _candidates(group, beside):
             load = len(pair.decode.legs) + (len(pair.prefill.legs) if pair.prefill else len(pair.decode.legs))
-            rank = (load, pair.decode.chosen)
+            rank = (pair.prefill is not beside, load, pair.decode.chosen)
             if best is None or rank < best[0]:
                 best = (rank, pair)
     if best is None:
@@ -62,10 +63,11 @@ def choose(workers: Iterable[Worker], turn: int) -> Pair | None:
     return pair
 
 
-def _candidates(group: Group) -> list[Pair]:
+def _candidates(group: Group, beside: Worker | None) -> list[Pair]:
     found = []
     if group.prefill and group.decode:
-        found.append(Pair(min(group.decode, key=_load), min(group.prefill, key=_load)))
+        prefill = next((worker for worker in group.prefill if worker is beside), None)
+        found.append(Pair(min(group.decode, key=_load), prefill or min(group.prefill, key=_load)))
     if group.colocated:
         found.append(Pair(min(group.colocated, key=_load), None))
     return found
