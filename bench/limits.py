@@ -25,7 +25,7 @@ class Limits:
 
 
 def measure(dtype: str, width: int, inner: int) -> Limits:
-    """The best of a few tries each, in CPU time: reading 1 GiB, and a product of [1024, width] with [inner, width]."""
+    """The best of a few tries, in CPU time: reading 1 GiB, and a product of [1024, width] with [inner, width]."""
     torch.set_num_threads(1)
     memory = torch.ones(READ_BYTES // 4)
     reading = min(_best(memory.sum), _best(lambda: torch.dot(memory, memory)))
