@@ -132,10 +132,14 @@ class Teller:
                 return f"learns that {self._rank(epoch)} is there now"
             case ("learn", epoch):
                 return f"learns of decode engine {'D' + chr(39) * (epoch - 1)}"
-            case ("effect", epoch, generation, _, gone):
+            case ("effect", epoch, generation, _, gone, pages):
+                if pages:
+                    return f"fences {self._pages(pages)} against {self._rank(epoch)}"
                 what = "knows to be gone for good" if gone else f"fences (grants up to generation {generation}):"
                 return f"{what} {self._rank(epoch)}"
-            case ("report", epoch, generation, _):
+            case ("report", epoch, _, _, pages) if pages:
+                return f"is told that {self._rank(epoch)} can write {self._pages(pages)} no more"
+            case ("report", epoch, generation, _, _):
                 return f"is told that {self._rank(epoch)} can write no more under generation {generation}"
             case ("unfenced", epoch, _, _):
                 return f"is told that no fence of {self._rank(epoch)} can be had"

@@ -25,6 +25,7 @@ class World:
     # what the transport can prove
     fence: bool = False
     gone: bool = False
+    narrow: bool = False  # a fence may also be of one page only
     drain: bool = False
     digest: bool = False
     # budgets
@@ -105,6 +106,7 @@ WORLDS: tuple[World, ...] = (
         unfenced=1,
         suspect=1,
     ),
+    World("narrow", "fences of one page of two", (2, 2), window=1, fence=True, narrow=True, unknown=1),
     World("shared", "a fence that hits a good transfer of the same engine", pool=2, unknown=1, fence=True),
     World("pings", "closed sets, lost answers, a failure", pool=1, unknown=1, failed=1, pings=2, drain=True),
     World(
@@ -153,6 +155,7 @@ WORLDS: tuple[World, ...] = (
         suspect=1,
         live=True,
     ),
+    World("left narrow", "liveness: fences of one page of two", (2,), fence=True, narrow=True, unknown=1, live=True),
     World("left ranks", "liveness: two prefill ranks, a failure", (1,), pool=1, prefills=2, fault=1, live=True),
     World("left decodes", "liveness: two decode ranks", (1,), pool=1, decodes=2, fault=1, live=True),
 )

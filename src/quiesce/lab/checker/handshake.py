@@ -99,7 +99,8 @@ def _moves(pair: Pair) -> list[tuple[str, Pair, bool]]:
         answer = _hear(side, message)
         net = pair.net | {answer} if answer is not None else pair.net
         state = pickle.dumps(side)
-        following = pair._replace(net=net, **{"decode" if to_decode else "prefill": state})
+        heard = pair._replace(decode=state) if to_decode else pair._replace(prefill=state)
+        following = heard._replace(net=net)
         line = f"{_name(side.epoch)} hears {type(message).__name__.upper()} from {_name(message.epoch)}"
         line += f" -> says {type(answer).__name__.upper()}" if answer is not None else ""
         took = side.peer is not None and side.peer != before
@@ -108,8 +109,8 @@ def _moves(pair: Pair) -> list[tuple[str, Pair, bool]]:
     for which, epoch in ((0, _epoch(pair.decode)), (1, _epoch(pair.prefill))):
         if pair.restarts[which]:
             left = (pair.restarts[0] - (which == 0), pair.restarts[1] - (which == 1))
-            fresh = {"decode" if which == 0 else "prefill": new(epoch + 1)}
-            moves.append((f"{_name(epoch)} dies and starts again", pair._replace(restarts=left, **fresh), False))
+            fresh = pair._replace(decode=new(epoch + 1)) if which == 0 else pair._replace(prefill=new(epoch + 1))
+            moves.append((f"{_name(epoch)} dies and starts again", fresh._replace(restarts=left), False))
     return moves
 
 

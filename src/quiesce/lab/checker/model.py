@@ -141,7 +141,10 @@ class Model(Processes):
         view = self.views[decodes[flight.leg.d_rank]]
         old = flight.leg.tid.epoch != view.epoch
         revoked = flight.generation < view.generations.get(flight.leg.p_epoch, 0)
-        return number * 4 + (REFUSED if old or revoked else FLYING)
+        leg, generation = flight.leg, flight.generation
+        barred = {page for epoch, upto, page in view.side.barred if epoch == leg.p_epoch and upto >= generation}
+        refused = old or revoked or set(flight.destination) <= barred
+        return number * 4 + (REFUSED if refused else FLYING)
 
     def _commit_fault(self, state: State, at: int, tid: TransferId, result: Any) -> str | None:
         view = self.views[state[0][at]]
@@ -178,6 +181,8 @@ class Model(Processes):
             gone = dead and epoch not in alive and self.world.gone
             if self.world.fence or gone:
                 yield self._revoke(state, rank, (epoch, generation, dead), gone and not self.world.fence)
+            if self.world.narrow:
+                yield self._revoke(state, rank, (epoch, generation, dead), False, (0,))
             if not self.world.fence or self._left(budgets, "unfenced"):
                 spend = "unfenced" if self.world.fence else None
                 yield self._apply(state, rank, ("unfenced", epoch, generation, dead), spend)
@@ -207,8 +212,10 @@ class Model(Processes):
             ):
                 yield self._merge((decodes, *state[1:]), at, number, step)
 
-    def _revoke(self, state: State, rank: int, asked: tuple[int, int, bool], gone: bool) -> Move:
-        move = self._apply(state, rank, ("effect", *asked, gone))
+    def _revoke(
+        self, state: State, rank: int, asked: tuple[int, int, bool], gone: bool, pages: tuple[int, ...] = ()
+    ) -> Move:
+        move = self._apply(state, rank, ("effect", *asked, gone, pages))
         if move.state is None:
             return move
         epoch, generation, _ = asked
@@ -216,7 +223,7 @@ class Model(Processes):
         for post in move.state[3]:
             flight = self.flights[post >> 2]
             hit = flight.leg.p_epoch == epoch and flight.leg.d_rank == rank and flight.generation <= generation
-            if not hit:
+            if not hit or (pages and not set(flight.destination) <= set(pages)):
                 posts.append(post)
             elif post & 3 == FLYING:
                 posts.append((post & ~3) | REFUSED)

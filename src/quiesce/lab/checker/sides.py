@@ -60,7 +60,8 @@ class DecodeSide:
         self.generations = dict.fromkeys(peers, 1)
         self.reserved = reserved  # requests of the world begun so far, earlier epochs included
         self.revokes: set[tuple[int, int, bool]] = set()
-        self.reports: set[tuple[int, int, bool]] = set()  # fences that took effect, not reported yet
+        self.reports: set[tuple[int, int, bool, tuple[int, ...]]] = set()  # fences that took effect, not reported yet
+        self.barred: set[tuple[int, int, int]] = set()  # epoch, generation, page fenced by itself
         self.verifying: set[TransferId] = set()
         self.timers: set[tuple[Timer, TransferId | Leg]] = set()
         self.given_up: set[TransferId] = set()
@@ -92,15 +93,20 @@ class DecodeSide:
                 old, self.peers[rank] = self.peers[rank], epoch
                 self.generations[epoch] = 1
                 out = self.lender.on(d.PeerLost(old, "restarted"))
-            case ("effect", epoch, generation, dead, gone):
+            case ("effect", epoch, generation, dead, gone, pages):
                 # The transport has revoked it; the lender hears of it later, by "report".
                 self.revokes.discard((epoch, generation, dead))
-                self.reports.add((epoch, generation, gone))
-                if not gone:
+                self.reports.add((epoch, generation, gone, pages))
+                self.barred |= {(epoch, generation, page) for page in pages}
+                if not gone and not pages:
                     self.generations[epoch] = max(self.generations[epoch], generation + 1)
-            case ("report", epoch, generation, gone):
-                self.reports.discard((epoch, generation, gone))
-                proof = Proof.gone(epoch, generation) if gone else Proof.fenced(epoch, generation)
+            case ("report", epoch, generation, gone, pages):
+                self.reports.discard((epoch, generation, gone, pages))
+                proof = (
+                    Proof.gone(epoch, generation)
+                    if gone
+                    else Proof.fenced(epoch, generation, frozenset(pages) or None)
+                )
                 out = self.lender.on(d.Revoked(proof))
             case ("unfenced", epoch, generation, dead):
                 self.revokes.discard((epoch, generation, dead))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from quiesce.lab.mutants.patch import mutant
 
 real_release = Ledger._release_if_free
 real_end = Ledger.end
+real_close = Ledger.close
 real_heard = Lender._heard
 real_publish = Lender._publish
 real_prove = Lender._prove
@@ -118,6 +120,11 @@ def h15_late(self: Lender, transfer: Transfer, event: Any) -> Any:
 @mutant("H16 scope", "H16", "a fence of one rank counts for all", arenas.RANKS_FENCE, (Proof, "covers"))
 def h16_scope(self: Proof, key: LeaseKey, generation: int) -> bool:
     return self.kind is ProofKind.FENCED or real_covers(self, key, generation)
+
+
+@mutant("H16 pages", "H16", "a fence of one page counts for all", arenas.NARROW, (Ledger, "close"))
+def h16_pages(self: Ledger, key: LeaseKey, proof: Proof) -> bool:
+    return real_close(self, key, dataclasses.replace(proof, pages=None))
 
 
 @mutant("H16 generation", "H16", "a fence counts for later grants", arenas.FENCE_TWICE, (Proof, "covers"))
