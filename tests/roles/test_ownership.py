@@ -19,7 +19,7 @@ class Rig:
         self.ledger = Ledger(PagePool(pages), PagePool(4, "rows"))
         self.rids: dict[TransferId, str] = {}
         self.now = MORNING
-        self.log = OwnershipLog(self.rids.get, clock=lambda: self.now, **log)
+        self.log = OwnershipLog(self.rids.get, pages=pages, clock=lambda: self.now, **log)
         self.ledger.observe = self.log.observe
 
     def own(self, seq: int, pages: int) -> TransferId:
@@ -117,6 +117,10 @@ def test_log_is_bounded_in_entries_runs_and_names_and_says_what_it_forgot() -> N
     divided.log.observe("owned", TransferId(D, 1), range(0, 64, 2))
     divided.log.observe("owned", TransferId(D, 2), range(1, 64, 2))
     assert len(divided.log) == 1 and divided.about(1) and not divided.about(0)
+
+
+def test_a_page_that_does_not_exist_is_said_to_be_none() -> None:
+    assert Rig(pages=8).log.about(8) == {"page": 8, "error": "there is no such page here, only 0 to 7"}
 
 
 def test_runs_are_short_to_read() -> None:

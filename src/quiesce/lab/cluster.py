@@ -49,6 +49,7 @@ class LabRequest:
     started: float
     first_token: float | None = None
     tokens: list[int] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)  # when each message with tokens came
     ends: dict[str, list[Ended]] = field(default_factory=dict)
     cancelled: bool = False
 
@@ -158,12 +159,14 @@ class Cluster:
         workers: Sequence[str],
         deadline: float = 60.0,
         group: str = "",
+        prefill: Address | None = None,
     ) -> LabRequest:
-        """`workers`: (prefill, decode) or (colocated,). Both legs start at once."""
+        """`workers`: (prefill, decode) or (colocated,). Both legs start at once. With an address of your own as
+        `prefill`, (decode,) alone."""
         rid, room = secrets.token_hex(8), secrets.randbits(63)
         request = LabRequest(rid, tuple(prompt), tuple(workers), time.monotonic())
         self.requests[rid] = request
-        prefill = self.workers[workers[0]].address if len(workers) == 2 else None
+        named = self.workers[workers[0]].address if len(workers) == 2 else None
         for name in workers:
             leg = Start(
                 rid=rid,
@@ -172,7 +175,7 @@ class Cluster:
                 token_ids=request.prompt,
                 sampling=sampling,
                 deadline_ms=int(deadline * 1000),
-                prefill=prefill if name != workers[0] else None,
+                prefill=named if name != workers[0] else prefill,
                 group=group,
             )
             self._send(name, leg)
@@ -225,7 +228,8 @@ class Cluster:
         if request is None:
             return
         if isinstance(message, Tokens):
-            request.first_token = request.first_token or time.monotonic()
+            request.arrivals.append(time.monotonic())
+            request.first_token = request.arrivals[0]
             request.tokens.extend(message.token_ids)
         elif isinstance(message, Ended):
             request.ends.setdefault(worker.name, []).append(message)
@@ -244,12 +248,12 @@ class Cluster:
                     raise RuntimeError(f"{worker.name} exited with {worker.process.returncode}, see {self._log.name}")
             self.turn()
 
-    def inspect(self, name: str, seconds: float = 10.0) -> dict[str, Any]:
-        """What the worker says of itself now; the metric samples under `samples`."""
+    def inspect(self, name: str, seconds: float = 10.0, page: int | None = None) -> dict[str, Any]:
+        """What the worker says of itself now, or of one page; the metric samples under `samples`."""
         worker = self.workers[name]
         self._inspections += 1
         worker.inspected = None
-        self._send(name, Inspect(self._inspections))
+        self._send(name, Inspect(self._inspections, page))
         self.until(lambda: worker.inspected is not None, seconds, f"{name} to answer")
         assert worker.inspected is not None
         return {**worker.inspected.state, "samples": worker.inspected.samples}

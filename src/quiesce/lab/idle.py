@@ -23,6 +23,8 @@ def not_idle(state: dict[str, Any], boot: dict[str, Any] | None = None) -> list[
         lines.append(f"{pages['rows_total'] - pages['rows_free']} request rows are out")
     lines += [f"{name}: {state[name]}" for name in EMPTY if state.get(name)]
     lines += [f"{name}: {state[name]}" for name in ("transfers", "records") if state.get(name)]
+    if (started := state["legs_started"]) != (ended := sum(state["legs_ended"].values())):
+        lines.append(f"{started} legs started, {ended} ended: {state['legs_ended']}")
     lines += state["not_idle"]
     if state["faults"]:
         lines.append(f"{state['faults']} unexpected faults were logged")

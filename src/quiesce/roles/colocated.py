@@ -69,6 +69,10 @@ class ColocatedWorker(Worker):
         self.minted += 1
         return tid
 
+    def rid_of(self, tid: TransferId) -> str | None:
+        leg = self.generation.by_tid.get(tid)
+        return None if leg is None else leg.rid
+
     def retract(self, sequence: Sequence) -> None:
         self.generation.retract(sequence)
 
@@ -76,7 +80,9 @@ class ColocatedWorker(Worker):
         self.generation.computed(sequence, result)
 
     def step_failed(self, sequence: Sequence, error: Exception) -> None:
-        log.error("request %s failed in the engine", sequence.rid, exc_info=error)
+        log.error(
+            "it failed in the engine", exc_info=error, extra={"rid": sequence.rid, "transfer": str(sequence.tid)}
+        )
         self.give_up(self.generation.by_tid[sequence.tid], "failed", 500, f"the engine failed: {error}")
 
     def _finished_leg(self, leg: WorkerLeg, outcome: Outcome) -> None:

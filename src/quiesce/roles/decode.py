@@ -67,6 +67,7 @@ class DecodeWorker(Worker):
             lambda epoch: transport.generation(epoch) is not None,
         )
         self.waiting: deque[WorkerLeg] = deque()
+        self.received = 0  # prompt tokens that came over hand-offs
         self.asking = Asking(lambda epoch, room: self.peers.send(epoch, Await(room)))
         self.revoking: dict[int, tuple[Revoke, float]] = {}
         self.timers.after(PING_SECONDS, "ping", self._ping)
@@ -107,6 +108,7 @@ class DecodeWorker(Worker):
             peer = self.peers.peers.get(address.epoch)
             hopeless = "its prefill worker is gone" if peer is None else self.peers.hopeless(peer)
             if hopeless is not None:
+                self.unpaired += 1
                 self.give_up(leg, "failed", 503, hopeless)
             elif peer is not None and self.peers.ready(peer) and self._turn_of(leg, address.epoch):
                 if not self._offer(leg, address.epoch):
@@ -147,6 +149,7 @@ class DecodeWorker(Worker):
     def _act(self, action: Action) -> None:
         match action:
             case Send(to, message):
+                self.holds.said(message)
                 self.peers.send(to, message)
             case Arm():
                 self.timers.arm(action)
@@ -161,6 +164,8 @@ class DecodeWorker(Worker):
                 self.transport.consume_barrier(self.ledger.pages(tid))
                 leg = self.generation.by_tid[tid]
                 leg.cached_tokens = result.cached_tokens
+                leg.transfer_began, leg.transfer_ended = leg.left_queue, time.monotonic()
+                self.received += len(leg.start.token_ids)
                 sequence = self.generation.sequence(tid, computed=len(leg.start.token_ids))
                 self.generation.take(sequence, Sampled(result.token, result.logprob))
             case Lost(tid, reason):
@@ -174,6 +179,7 @@ class DecodeWorker(Worker):
         leg = self.generation.by_tid.get(tid)
         self.generation.leave(tid)
         if leg is not None:
+            self.transfers_failed += 1
             self.say_end(leg, "failed", 502, f"the hand-off failed: {reason}")
 
     def fire(self, payload: object) -> None:
@@ -186,6 +192,7 @@ class DecodeWorker(Worker):
         heard, lost = self.peers.turn()
         for speaker, message in heard:
             if isinstance(message, HandOff):
+                self.holds.heard(message)
                 self._guarded(self.tell, Heard(message, speaker))
             elif isinstance(message, Reached):
                 self.asking.reached(message.room)
@@ -229,7 +236,9 @@ class DecodeWorker(Worker):
         self.generation.computed(sequence, result)
 
     def step_failed(self, sequence: Sequence, error: Exception) -> None:
-        log.error("request %s failed in the engine", sequence.rid, exc_info=error)
+        log.error(
+            "it failed in the engine", exc_info=error, extra={"rid": sequence.rid, "transfer": str(sequence.tid)}
+        )
         self.give_up(self.generation.by_tid[sequence.tid], "failed", 500, f"the engine failed: {error}")
 
     def _finished_leg(self, leg: WorkerLeg, outcome: Outcome) -> None:
@@ -238,13 +247,17 @@ class DecodeWorker(Worker):
         self.generation.leave(tid)
         self._release(tid, outcome)
 
+    def rid_of(self, tid: TransferId) -> str | None:
+        leg = self.generation.by_tid.get(tid)
+        return None if leg is None else leg.rid
+
     def retract(self, sequence: Sequence) -> None:
         self.generation.retract(sequence)
 
     # ------------------------------------------------------------ looking and leaving
 
     def samples(self) -> list[Sample]:
-        return lender_samples(self.lender, self.ledger) + generation_samples(self.generation)
+        return lender_samples(self) + generation_samples(self.generation)
 
     def tables(self) -> dict[str, Any]:
         states: dict[str, int] = {}

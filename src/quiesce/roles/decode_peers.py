@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from quiesce.channel import Listener, Received
 from quiesce.core.messages import Confirm, Fingerprint, Hello, Ping, Pong, Unwelcome, Wire
 from quiesce.core.session import Handshake
 from quiesce.transfer.interface import Peer, Transport
+
+log = logging.getLogger("quiesce.sessions")
 
 MAX_SESSIONS = 256  # half handshakes included (guard D7)
 
@@ -97,6 +100,7 @@ class DecodePeers:
 
     def _refuse(self, received: Received, hello: Hello, reason: str) -> None:
         self.refused += 1
+        log.warning("a session is refused: %s", reason, extra={"peer_epoch": f"{hello.epoch:016x}"})
         self._listener.send(received.sender, Unwelcome(self._epoch, hello.challenge, reason))
 
     def _confirm(self, received: Received, confirm: Confirm) -> None:
@@ -114,12 +118,14 @@ class DecodePeers:
             self.refused += 1
             self._listener.send(received.sender, Unwelcome(self._epoch, 0, f"transfer engine: {error}"))
             return
+        log.info("session with a decode worker", extra={"peer_epoch": f"{confirm.epoch:016x}"})
         self._up(confirm.epoch)
 
     def forget(self, epoch: int) -> None:
         known = self.by_epoch.pop(epoch, None)
         if known is None:
             return
+        log.info("a decode worker's session ends", extra={"peer_epoch": f"{epoch:016x}"})
         self._by_sender.pop(known.sender, None)
         if known.peer is not None:
             self._transport.disconnect(known.peer)

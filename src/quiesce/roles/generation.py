@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -75,6 +76,7 @@ class Generation:
 
     def admit(self, leg: WorkerLeg, tid: TransferId) -> None:
         self.promises.make(tid, self.pages_promised(leg))
+        leg.tid, leg.left_queue = tid, time.monotonic()
         self.by_tid[tid] = leg
         self.tids[leg.rid] = tid
 
@@ -153,6 +155,7 @@ class Generation:
                 return
             del self.retracted[0]
             self.promises.make(tid, max(need, self.pages_promised(leg)))
+            leg.tid = tid
             self.by_tid[tid] = leg
             self.tids[leg.rid] = tid
             self.sequence(tid, computed=0, tokens=tokens)

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from quiesce.core.messages import Control, Ended, PromptLogprobs, Start, TokenLogprob, Tokens
+from quiesce.core.messages import Control, Ended, PromptLogprobs, Start, TokenLogprob, Tokens, TransferId
 from quiesce.core.pairing import pairing_digest
 from quiesce.engine.sampler import Sampled
 
@@ -27,10 +27,22 @@ class WorkerLeg:
     arrived: float
     generated: int = 0
     cached_tokens: int = 0
+    tid: TransferId | None = None  # the newest, where it was taken back after a retraction
+    offered_by: int | None = None  # prefill: the decode epoch
+    left_queue: float | None = None  # when it first got pages
+    transfer_began: float | None = None
+    transfer_ended: float | None = None  # every page is in place
 
     @property
     def rid(self) -> str:
         return self.start.rid
+
+    @property
+    def peer_epoch(self) -> int | None:
+        """Of the process that has the other leg, once it is known. A colocated leg has none."""
+        if self.start.prefill is not None:
+            return self.start.prefill.epoch
+        return self.offered_by
 
     def pairing(self, model: str) -> bytes:
         return pairing_digest(self.start.token_ids, model, "", self.start.salt)
@@ -52,6 +64,7 @@ class Legs:
     by_rid: dict[str, WorkerLeg] = field(default_factory=dict)
     by_room: dict[int, WorkerLeg] = field(default_factory=dict)
     outbox: dict[bytes, Outbox] = field(default_factory=dict)
+    sent: int = 0  # tokens
     started: int = 0
     ended: dict[str, int] = field(default_factory=dict)
 
@@ -71,6 +84,7 @@ class Legs:
 
     def tokens(self, leg: WorkerLeg, sampled: Sampled) -> None:
         leg.generated += 1
+        self.sent += 1
         logprobs = () if sampled.logprob is None else (sampled.logprob,)
         self.tell(leg.router, Tokens(leg.rid, (sampled.token,), logprobs))
 

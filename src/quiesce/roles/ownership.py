@@ -45,17 +45,20 @@ def runs_of(pages: Iterable[int]) -> Runs:
 
 
 class OwnershipLog:
-    """Set `observe` as the ledger's observer. `rid_of` names the request of a transfer while it runs."""
+    """Set `observe` as the ledger's observer. `rid_of` names the request of a transfer while it runs. `pages`: in the
+    pool."""
 
     def __init__(
         self,
         rid_of: Callable[[TransferId], str | None],
         *,
+        pages: int,
         entries: int = ENTRIES,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._rid_of = rid_of
         self._clock = clock
+        self._pages = pages
         self._most_entries = entries
         self._most_runs = entries * RUNS_PER_ENTRY
         self._entries: deque[Entry] = deque()
@@ -109,6 +112,8 @@ class OwnershipLog:
 
     def about(self, page: int) -> dict[str, Any]:
         """JSON-able: what happened to one page, the oldest first."""
+        if not 0 <= page < self._pages:
+            return {"page": page, "error": f"there is no such page here, only 0 to {self._pages - 1}"}
         found: deque[Entry] = deque(maxlen=MOST_ANSWERED)
         found.extend(entry for entry in self._entries if any(first <= page <= last for first, last in entry.runs))
         return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -99,6 +100,7 @@ class PrefillWorker(Worker):
 
     def _orphaned(self, job: Job) -> None:
         if job.request is None:
+            self.unpaired += 1
             self.tell(Fault(job.leg, f"no request for room {job.room} arrived within {ORPHAN_SECONDS:.0f} s"))
 
     def _pair(self, job: Job, request: WorkerLeg) -> None:
@@ -106,7 +108,7 @@ class PrefillWorker(Worker):
         self.timers.cancel(("orphan", job.leg))
         record = self.borrower.record(job.leg)
         assert record is not None and record.offer is not None
-        job.request = request
+        job.request, request.tid, request.offered_by = request, job.leg.tid, job.leg.tid.epoch
         offer = record.offer
         tokens = len(request.start.token_ids)
         if offer.pairing != request.pairing(self.engine.fingerprint.model) or offer.tokens != tokens:
@@ -147,6 +149,7 @@ class PrefillWorker(Worker):
             self.queue.popleft()
             sequence.pages = list(pages)
             assert job.request is not None
+            job.request.left_queue = time.monotonic()
             alone = sequence.sampling.prompt_logprobs is not None  # they come from computing it
             self.siblings.join(sequence, "" if alone else job.request.start.group)
 
@@ -162,6 +165,7 @@ class PrefillWorker(Worker):
             self.siblings.computed(sequence)
             self.batch.remove(sequence)
         if ready > job.posted:
+            job.request.transfer_began = job.request.transfer_began or time.monotonic()
             chunk = Chunk(tuple(sequence.pages[job.posted : ready]), job.posted)
             job.posted = ready
             self.tell(ChunkReady(job.leg, chunk))
@@ -170,11 +174,17 @@ class PrefillWorker(Worker):
             first = FirstToken(result.sampled.token, logprob=result.sampled.logprob)
             self.tell(Complete(job.leg, sequence.prompt_tokens, first))
 
+    def rid_of(self, tid: TransferId) -> str | None:
+        job = self.by_tid.get(tid)
+        return None if job is None or job.request is None else job.request.rid
+
     def retract(self, sequence: Sequence) -> None:
         raise AssertionError(f"{sequence.tid}: a prompt has all its pages from the start")
 
     def step_failed(self, sequence: Sequence, error: Exception) -> None:
-        log.error("request %s failed in the engine", sequence.rid, exc_info=error)
+        log.error(
+            "it failed in the engine", exc_info=error, extra={"rid": sequence.rid, "transfer": str(sequence.tid)}
+        )
         job = self.by_tid[sequence.tid]
         assert job.request is not None
         self.give_up(job.request, "failed", 500, f"the engine failed: {error}")
@@ -212,7 +222,7 @@ class PrefillWorker(Worker):
         try:
             made = self.transport.write(peer, post.source, post.destination, post.grant)
         except Exception as error:  # an exception between post and outcome taints (guard A12)
-            log.exception("post %d of %s raised", post.number, post.leg, exc_info=error)
+            log.exception("post %d raised", post.number, exc_info=error, extra={"transfer": str(post.leg.tid)})
             return self.borrower.on(PostEnded(post.leg, post.number, Outcome.UNKNOWN))
         self.posts[made.id] = (post.leg, post.number)
         return []
@@ -239,10 +249,12 @@ class PrefillWorker(Worker):
             return
         record = self.borrower.record(leg)
         if reason == "done":
+            job.request.transfer_ended = time.monotonic()
             self.say_end(job.request, "handed_over")
         elif record is not None and record.asked:  # the decode worker gave it up, and says why itself
             self.say_end(job.request, "cancelled", 502, reason)
         else:
+            self.transfers_failed += 1
             self.say_end(job.request, "failed", 502, reason)
 
     def fire(self, payload: object) -> None:
@@ -273,7 +285,7 @@ class PrefillWorker(Worker):
     # ------------------------------------------------------------ looking and leaving
 
     def samples(self) -> list[Sample]:
-        return borrower_samples(self.borrower)
+        return borrower_samples(self)
 
     def tables(self) -> dict[str, Any]:
         states: dict[str, int] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ import zmq
 from quiesce.channel import KeyPair, Link, LinkEvent
 from quiesce.core.messages import Address, Fingerprint, Unwelcome, Welcome, Wire
 from quiesce.core.session import Handshake
+
+log = logging.getLogger("quiesce.sessions")
 
 HELLO_FIRST, HELLO_MOST = 0.1, 2.0  # seconds between repeats of HELLO
 UNREACHABLE = 3.0  # seconds in which a new peer must answer
@@ -100,6 +103,7 @@ class PrefillPeers:
             for change in peer.link.state_changes():
                 if change is LinkEvent.DOWN and (was_up or peer.taken):
                     lost.append(epoch)
+                    log.warning("prefill %s is gone", peer.address.name, extra={"peer_epoch": f"{epoch:016x}"})
                     break
                 was_up = was_up or change is LinkEvent.UP
             else:
@@ -116,9 +120,12 @@ class PrefillPeers:
             confirm = peer.handshake.on_welcome(message)
             if confirm is not None:
                 peer.link.send(confirm)
+                log.info("session with prefill %s", peer.address.name, extra={"peer_epoch": f"{message.epoch:016x}"})
             return True
         if isinstance(message, Unwelcome):
             peer.refusal = message.reason
+            said = {"peer_epoch": f"{peer.address.epoch:016x}"}
+            log.warning("prefill %s refuses a session: %s", peer.address.name, message.reason, extra=said)
             return True
         return False
 

@@ -30,6 +30,7 @@ from quiesce.core.messages import (
     Register,
     Sample,
     Start,
+    TransferId,
 )
 from quiesce.core.pages import PagePool
 from quiesce.engine.engine import Engine, Result
@@ -37,8 +38,10 @@ from quiesce.engine.errors import EngineError
 from quiesce.engine.sampler import check_sampling
 from quiesce.roles.engine_thread import EngineThread
 from quiesce.roles.legs import Legs, WorkerLeg
+from quiesce.roles.meters import Holds, Transfers, Waits
+from quiesce.roles.ownership import OwnershipLog
 from quiesce.roles.registration import HEARTBEAT, Registration
-from quiesce.roles.report import ledger_samples, leg_samples
+from quiesce.roles.report import record, worker_samples
 from quiesce.roles.sequence import Batch, Sequence
 from quiesce.roles.settings import WorkerSettings
 from quiesce.roles.steps import Listeners, Steps
@@ -80,6 +83,12 @@ class Worker(ABC):
             Listeners(self.computed, self.step_failed, self.retract),
         )
         self.legs = Legs(self.listener)
+        self.ownership = OwnershipLog(self.rid_of, pages=engine.kv.arena.count)
+        self.holds = Holds(self.ledger)
+        self.waits, self.transfers = Waits(), Transfers()
+        self.transfers_failed = 0
+        self.unpaired = 0  # legs and offers whose other half never came
+        self.ledger.observe = self._observed
         self.draining = False
         self.drain_until = float("inf")
         self.faults = 0
@@ -123,6 +132,10 @@ class Worker(ABC):
     def fire(self, payload: object) -> None:
         """A timer of the role's machines."""
         raise AssertionError(f"nobody waits for {payload!r}")
+
+    def rid_of(self, tid: TransferId) -> str | None:
+        """The request that a transfer is for, while it runs here."""
+        return None
 
     def samples(self) -> list[Sample]:
         return []
@@ -193,12 +206,13 @@ class Worker(ABC):
             if leg is not None:
                 self.give_up(leg, "cancelled", 499, message.reason)
         else:
-            self.legs.tell(received.sender, self._inspected(message.seq))
+            self.legs.tell(received.sender, self._inspected(message.seq, message.page))
 
     def _start(self, start: Start, router: bytes) -> None:
         refusal = self._refusal(start)
         if refusal is not None:
             self.legs.refuse(start, router, *refusal)
+            log.info("refused: %s", refusal[1], extra={"rid": start.rid, "room": str(start.room)})
             return
         leg = WorkerLeg(start, router, time.monotonic())
         self.legs.open(leg)
@@ -241,8 +255,8 @@ class Worker(ABC):
             completion_tokens=leg.generated,
             cached_tokens=leg.cached_tokens,
         )
-        if self.legs.end(leg, ended) and outcome == "failed":
-            log.warning("request %s (room %d) ended %s: %s", leg.rid, leg.start.room, outcome, reason)
+        if self.legs.end(leg, ended):
+            record(self, leg, ended)
 
     # ------------------------------------------------------------ standing
 
@@ -270,10 +284,23 @@ class Worker(ABC):
             )
         )
 
-    def _inspected(self, seq: int) -> Inspected:
-        samples = ledger_samples(self.ledger)
-        samples += leg_samples(self.legs, self.batch, self.steps.prompt_tokens_computed)
-        samples += self.samples()
+    @property
+    def fault_count(self) -> int:
+        return self.faults + len(self.ledger.faults)
+
+    @property
+    def malformed(self) -> int:
+        return self.listener.malformed + self.registration.link.malformed
+
+    def _observed(self, *change: Any) -> None:
+        self.ownership.observe(*change)
+        self.holds.observe(*change)
+
+    def _inspected(self, seq: int, page: int | None) -> Inspected:
+        if page is not None:
+            whose = {"role": self.role, "name": self.settings.name, "epoch": f"{self.epoch:016x}"}
+            return Inspected(seq, [], {**whose, **self.ownership.about(page)})
+        samples = worker_samples(self) + self.samples()
         census = self.ledger.census()
         state = {
             "role": self.role,
@@ -289,7 +316,9 @@ class Worker(ABC):
             "fds": len(os.listdir("/proc/self/fd")),
             "steps": self.thread.steps,
             "prompt_tokens_computed": self.steps.prompt_tokens_computed,
-            "faults": self.faults,
+            "faults": self.fault_count,
+            "legs_started": self.legs.started,
+            "legs_ended": dict(self.legs.ended),
             "closed_by": dict(self.ledger.closed_by),
             "leases_opened": self.ledger.opened,
             "step_leases": self.ledger.steps,
