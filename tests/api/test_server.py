@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quiesce.api.chat import TextModel
 from quiesce.core.messages import Sample, Sampling, Start
+from quiesce.ops.logs import TextLines
 from router.cluster import Cluster, body, cluster, until
 
 pytestmark = pytest.mark.anyio
@@ -194,8 +195,9 @@ async def test_a_request_is_logged_once_with_its_ids(c: Cluster, caplog: pytest.
     await c.idle()
     for answer, label, status in ((good, "mine", 200), (bad, "other", 400)):
         rid = answer.headers["x-quiesce-request-id"]
-        (line,) = [record.getMessage() for record in caplog.records if rid in record.getMessage()]
-        assert f"({label})" in line and str(status) in line
+        (record,) = [record for record in caplog.records if getattr(record, "rid", None) == rid]
+        line = TextLines().format(record)
+        assert f": {status}, " in line and line.endswith(f"rid={rid} client_id={label}")
 
 
 async def test_a_body_over_the_limit_is_413_whether_or_not_it_says_so(tmp_path: Path, text: TextModel) -> None:
@@ -280,13 +282,13 @@ async def test_metrics_hold_the_routers_own_and_the_workers_samples(tmp_path: Pa
             assert found["quiesce_pages", (("state", "free"), ("worker", worker))] == 7
             assert found["quiesce_holds_total", (("worker", worker),)] == 3
             assert found["quiesce_step_seconds_bucket", (("le", "+Inf"), ("worker", worker))] == 2
-            assert found["quiesce_worker_answers", (("worker", worker),)] == 1
-            assert found["quiesce_router_legs", (("worker", worker),)] == 0
+            assert found["quiesce:worker_answers", (("worker", worker),)] == 1
+            assert found["quiesce:router_legs", (("worker", worker),)] == 0
         route = (("route", "/v1/chat/completions"), ("status", "200"))
-        assert found["quiesce_http_requests_total", route] == 1
-        assert found["quiesce_request_tokens_total", (("kind", "completion"),)] == 4
-        assert found["quiesce_router_requests_begun_total", ()] == 1
-        assert found["quiesce_http_inflight", ()] == 0
+        assert found["quiesce:http_requests_total", route] == 1
+        assert found["quiesce:generation_tokens_total", ()] == 4
+        assert found["quiesce:router_requests_begun_total", ()] == 1
+        assert found["quiesce:http_inflight", ()] == 0
 
 
 async def test_debug_ledger_shows_each_workers_state(c: Cluster) -> None:

@@ -94,7 +94,7 @@ def test_g106_g107_counters_queues_and_the_log_tell_what_happened(pair: Cluster,
     assert metric(prefill, "prompt_tokens_computed_total") == 1000
     assert metric(decode, "prompt_tokens_computed_total") == 0
     assert metric(decode, "prompt_tokens_received_total") == 1000
-    assert metric(decode, "generation_tokens_total") == 50
+    assert metric(decode, "tokens_sent_total") == 50
     page_mb = metric(decode, "kv_transfer_total_mb_sum") / 10 / 7  # 100 tokens are 7 pages
     assert page_mb == pytest.approx(metric(prefill, "kv_transfer_total_mb_sum") / 70)
     assert metric(prefill, "kv_transfer_latency_ms_count") == metric(decode, "kv_transfer_latency_ms_count") == 10

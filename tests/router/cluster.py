@@ -141,8 +141,8 @@ class FakeWorker:
                         self.cancels.append(cancel)
                         if cancel.rid in self.active and not self.deaf:
                             self.end(cancel.rid, "cancelled", 499, cancel.reason)
-                    case Inspect(seq=seq):
-                        state = {"pages": {"free": 7}}
+                    case Inspect(seq=seq, page=page):
+                        state = {"pages": {"free": 7}} if page is None else {"page": page, "entries": []}
                         self.control.send(received.sender, Inspected(seq, self.samples, state))
 
     def answer(self, start: Start) -> None:

@@ -70,8 +70,8 @@ class Backend(Protocol):
     def health(self) -> tuple[bool, dict[str, Any]]:
         """(can answer, detail for people and probes as JSON-able)"""
 
-    async def inspect(self, timeout: float) -> dict[str, Inspected | str]:
-        """Worker name -> its answer, or why there is none."""
+    async def inspect(self, timeout: float, page: int | None = None) -> dict[str, Inspected | str]:
+        """Worker name -> its answer, or why there is none. With a page: what its ownership log tells about it."""
 
     def counters(self) -> dict[str, int]:
         """Counters of the router for /metrics: name -> value."""

@@ -17,7 +17,7 @@ from quiesce.api.backend import Ask, Backend, Work
 from quiesce.api.body import ClientGone, read_body
 from quiesce.api.chat import TextModel
 from quiesce.api.errors import ApiError, unavailable
-from quiesce.api.metrics import FrontMetrics
+from quiesce.api.metrics import FrontMetrics, Pace
 from quiesce.api.parse import Wanted
 from quiesce.api.reply import Reply, Sender, StreamedReply, WholeReply
 from quiesce.api.shapes import Shape, Usage, usage
@@ -56,11 +56,13 @@ class Generate:
         self.route = route
         self.parse = parse
         self.shape = shape
+        front.metrics.expect(route)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         metrics = self.front.metrics
         self.front.inflight += 1
         metrics.inflight.set(self.front.inflight)
+        metrics.started.labels(self.route).inc()
         try:
             await Exchange(self, scope, receive, send).run()
         finally:
@@ -98,7 +100,7 @@ class Exchange:
             self._out.status = 504
             self._why = ": its client did not read the answer before the deadline"
         except Exception:
-            log.exception("request %s failed in the router", self._rid)
+            log.exception("it failed in the router", extra={"rid": self._rid})
             await self._refuse(ApiError(500, f"request {self._rid} failed inside the router; its log has the cause"))
         finally:
             self._record()
@@ -115,11 +117,20 @@ class Exchange:
         prompt = answer = 0
         if self._usage is not None:
             prompt, answer = self._usage.prompt_tokens, self._usage.completion_tokens
-            metrics.tokens.labels("prompt").inc(prompt)
-            metrics.tokens.labels("completion").inc(answer)
-            metrics.tokens.labels("cached").inc(self._usage.prompt_tokens_details.cached_tokens)
-        said = (self._rid, self._label or "-", self._endpoint.route, status, prompt, answer, self._age(), self._why)
-        log.info("request %s (%s) %s: %s, %d + %d tokens, %.3f s%s", *said)
+            metrics.prompt_tokens.inc(prompt)
+            metrics.generation_tokens.inc(answer)
+            metrics.cached_tokens.inc(self._usage.prompt_tokens_details.cached_tokens)
+        fields = {
+            "rid": self._rid,
+            "client_id": self._label or None,
+            "route": self._endpoint.route,
+            "status": self._out.status,
+            "prompt_tokens": prompt,
+            "completion_tokens": answer,
+            "total_ms": round(self._age() * 1000, 1),
+        }
+        said = (self._endpoint.route, status, prompt, answer, self._age(), self._why)
+        log.info("%s: %s, %d + %d tokens, %.3f s%s", *said, extra=fields)
 
     async def _serve(self) -> None:
         front = self._front
@@ -169,12 +180,10 @@ class Exchange:
     async def _answer(self, work: Work, wanted: Wanted, asks: list[Ask], answers: list[Answer]) -> None:
         reply = self._reply(wanted, asks, answers)
         running = len(answers)
-        first = True
+        pace = Pace(self._front.metrics, self._arrived)
         while running:
             for delivery in await work.next():
-                if first and delivery.token_ids:
-                    self._front.metrics.first_token.observe(self._age())
-                    first = False
+                pace.took(delivery.index, len(delivery.token_ids), self._loop.time())
                 answer = answers[delivery.index]
                 step = answer.take(delivery)
                 if step.verdict is not None and step.verdict.error is not None:
@@ -185,6 +194,7 @@ class Exchange:
                 reply.add(delivery.index, step)
             if running:
                 await reply.push()
+        pace.end()
         total = _usage(wanted.n, asks, answers)
         await reply.end(total)
         self._usage = total

@@ -5,7 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -17,34 +24,44 @@ log = logging.getLogger(__name__)
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
+PER_TOKEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
+
+
 class FrontMetrics:
-    """Instruments of one router process, in a registry of their own."""
+    """Instruments of one router process, in a registry of their own. docs/metrics.md says what each means."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "quiesce_http_requests",
-            "Requests answered, by route and by status (499: the client left first).",
-            ["route", "status"],
-            registry=self.registry,
+        self.started = self._counter("http_requests_started", "Generation requests that arrived.", "route")
+        self.requests = self._counter(
+            "http_requests", "Requests answered, by route and status (499: the client left first).", "route", "status"
         )
-        self.inflight = Gauge("quiesce_http_inflight", "Generation requests being served.", registry=self.registry)
-        self.first_token = Histogram(
-            "quiesce_time_to_first_token_seconds",
-            "From the arrival of the request to its first token at the router.",
-            buckets=SECONDS,
-            registry=self.registry,
+        self.inflight = Gauge("quiesce:http_inflight", "Generation requests being served.", registry=self.registry)
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token at the router.", SECONDS
         )
-        self.duration = Histogram(
-            "quiesce_request_duration_seconds",
-            "From the arrival of the request to its last byte.",
-            ["status"],
-            buckets=SECONDS,
-            registry=self.registry,
+        self.per_token = self._histogram(
+            "time_per_output_token_seconds", "Between tokens of an answer, the first apart: its mean.", PER_TOKEN
         )
-        self.tokens = Counter(
-            "quiesce_request_tokens", "Tokens of finished requests.", ["kind"], registry=self.registry
+        self.duration = self._histogram(
+            "e2e_request_latency_seconds", "From a request's arrival to its last byte.", SECONDS, "status"
         )
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
+        self.generation_tokens = self._counter("generation_tokens", "Answer tokens of finished requests.")
+        self.cached_tokens = self._counter("cached_tokens", "Prompt tokens found in a cache.")
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"quiesce:{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(f"quiesce:{name}", text, labels, buckets=buckets, registry=self.registry)
+
+    def expect(self, route: str) -> None:
+        """Shows the route at 0 before its first request."""
+        self.started.labels(route)
+        self.requests.labels(route, "200")
+        self.duration.labels("200")
 
     def exposition(
         self, workers: Mapping[str, Inspected | str], counters: Mapping[str, int], legs: Mapping[str, int]
@@ -53,6 +70,29 @@ class FrontMetrics:
         scrape = CollectorRegistry()
         scrape.register(_Scrape(workers, counters, legs))
         return generate_latest(self.registry) + generate_latest(scrape)
+
+
+class Pace:
+    """When the tokens of one request's answers came."""
+
+    def __init__(self, metrics: FrontMetrics, arrived: float) -> None:
+        self._metrics = metrics
+        self._arrived = arrived
+        self._answers: dict[int, tuple[float, float, int]] = {}  # index -> first, last, tokens after the first batch
+
+    def took(self, index: int, tokens: int, now: float) -> None:
+        if not tokens:
+            return
+        if not self._answers:
+            self._metrics.first_token.observe(now - self._arrived)
+        first, _, more = self._answers.get(index, (now, now, -tokens))
+        self._answers[index] = (first, now, more + tokens)
+
+    def end(self) -> None:
+        """Every answer is whole."""
+        for first, last, more in self._answers.values():
+            if more:
+                self._metrics.per_token.observe((last - first) / more)
 
 
 class _Scrape(Collector):
@@ -65,12 +105,12 @@ class _Scrape(Collector):
 
     def collect(self) -> Iterable[Metric]:
         for name, value in sorted(self._counters.items()):
-            yield CounterMetricFamily(f"quiesce_router_{name}", f"Router: {name.replace('_', ' ')}.", value=value)
-        legs = GaugeMetricFamily("quiesce_router_legs", "Legs a worker has not ended yet.", labels=["worker"])
+            yield CounterMetricFamily(f"quiesce:router_{name}", f"Router: {name.replace('_', ' ')}.", value=value)
+        legs = GaugeMetricFamily("quiesce:router_legs", "Legs a worker has not ended yet.", labels=["worker"])
         for name, count in sorted(self._legs.items()):
             legs.add_metric([name], count)
         yield legs
-        up = GaugeMetricFamily("quiesce_worker_answers", "1: the worker answered this scrape.", labels=["worker"])
+        up = GaugeMetricFamily("quiesce:worker_answers", "1: the worker answered this scrape.", labels=["worker"])
         families: dict[str, Metric] = {}
         for name, answer in sorted(self._workers.items()):
             up.add_metric([name], float(isinstance(answer, Inspected)))

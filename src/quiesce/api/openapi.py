@@ -179,6 +179,7 @@ def _paths() -> Schema:
     few = (400, 404, 408, 413)
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     health = {"schema": {"type": "object", "description": "Roles, workers, and what is missing, for people."}}
+    page = {"name": "page", "in": "query", "schema": {"type": "integer", "minimum": 0, "maximum": 999_999_999}}
     ledger = {"schema": {"type": "object", "additionalProperties": {"type": "object"}}}
     return {
         "/v1/chat/completions": {"post": chat},
@@ -192,7 +193,12 @@ def _paths() -> Schema:
         "/ready": {"get": _ready(_json("Readiness"))},
         "/health": {"get": _ready({"application/json": health})},
         "/metrics": {"get": _get("Metrics of server and workers.", {"text/plain": {"schema": {"type": "string"}}})},
-        "/debug/ledger": {"get": _get("The page ledgers of the workers.", {"application/json": ledger})},
+        "/debug/ledger": {
+            "get": _get(
+                "The workers' page ledgers, or one page's history.", {"application/json": ledger}, _errors(400)
+            )
+            | {"parameters": [page]}
+        },
         "/openapi.json": {"get": _get("This document.", {"application/json": {"schema": {"type": "object"}}})},
     }
 

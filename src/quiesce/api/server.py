@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -83,12 +84,21 @@ class Pages:
         return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def ledger(self, request: Request) -> Response:
-        workers = await self._front.backend.inspect(INSPECT_SECONDS)
+        """Each worker's state; with `?page=17`, what its ownership log tells about that page."""
+        workers = await self._front.backend.inspect(INSPECT_SECONDS, _page(request.query_params.get("page")))
         state = {
             name: answer.state if isinstance(answer, Inspected) else {"error": answer}
             for name, answer in sorted(workers.items())
         }
         return _json(state)
+
+
+def _page(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise ApiError(400, f"page: must be a page's number, 0 to 999999999, not {text[:100]!r}", param="page")
+    return int(text)
 
 
 def _json(value: Any, status: int = 200) -> Response:

@@ -16,7 +16,7 @@ import msgspec
 from quiesce.options import SUPERVISED
 from quiesce.roles.settings import LogFormat
 
-IDS = ("rid", "room", "transfer", "peer_epoch")  # what a text line shows
+IDS = ("rid", "client_id", "room", "transfer", "peer_epoch")  # what a text line shows
 LONGEST = 4000  # characters of a message or of a traceback
 LONGEST_LINE = 15 << 10  # bytes; the supervisor breaks longer ones
 CUT = 400  # characters of each field of a line that would be longer

@@ -98,7 +98,7 @@ def worker_samples(worker: Worker) -> list[Sample]:
         counter(
             "prompt_tokens_computed_total", "Prompt tokens this engine computed", worker.steps.prompt_tokens_computed
         ),
-        counter("generation_tokens_total", "Tokens sent to the router", legs.sent),
+        counter("tokens_sent_total", "Answer tokens sent to the router", legs.sent),
         counter("requests_started_total", "Legs that arrived at this worker", legs.started),
         *(
             counter(

@@ -105,6 +105,7 @@ class Dispatcher:
                 worker.legs.add(ask.rid)
         for call in work.calls:
             self._calls[call.ask.rid] = call
+            self._counts["answers_started"] += 1
             call.timers["deadline"] = self._loop.call_at(call.ask.deadline, self._deadline, call)
         for call in work.calls:
             if call.machine.verdict is None:  # not ended by the failure of one before it
@@ -120,12 +121,12 @@ class Dispatcher:
     def health(self) -> tuple[bool, dict[str, Any]]:
         return report(self.registry, self._loop.time(), self.draining, len(self._calls))
 
-    async def inspect(self, timeout: float) -> dict[str, Inspected | str]:
+    async def inspect(self, timeout: float, page: int | None = None) -> dict[str, Inspected | str]:
         answers: dict[str, Inspected | str] = {}
         asked: dict[str, tuple[int, asyncio.Future[Inspected]]] = {}
         for worker in self.registry.workers.values():
             seq = secrets.randbits(63)
-            if worker.up and self._send(worker, Inspect(seq)):
+            if worker.up and self._send(worker, Inspect(seq, page)):
                 asked[worker.name] = (seq, self._loop.create_future())
                 self._inspections[seq] = asked[worker.name][1]
             else:
@@ -142,7 +143,8 @@ class Dispatcher:
 
     def counters(self) -> dict[str, int]:
         links = self._links.counters() if self._links else {}
-        always = ("late_messages", "cancels_unanswered", "stray_messages", "requests_begun")
+        always = ["answers_started", "answers_ended", "requests_begun"]
+        always += ["late_messages", "cancels_unanswered", "stray_messages"]
         return (
             {name: self._counts[name] for name in always}
             | links
@@ -209,6 +211,7 @@ class Dispatcher:
                     timer.cancel()
             case rq.Forget():
                 self._calls.pop(call.ask.rid, None)
+                self._counts["answers_ended"] += 1
 
     def _start_message(self, call: Call, side: rq.Side) -> Start:
         ask = call.ask
