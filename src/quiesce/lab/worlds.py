@@ -123,6 +123,15 @@ WORLDS: tuple[World, ...] = (
     World("full", "a prefill engine that remembers one transfer", (1, 1, 1), pool=1, records=1, pings=1, fault=1),
     World("ranks", "two prefill ranks, a failed post", prefills=2, pool=1, failed=1),
     World("decodes", "two decode ranks", requests=(1,), pool=1, decodes=2, unknown=1, drain=True),
+    World(
+        "three",
+        "three requests, two pages, a prefill crash, an UNKNOWN post",
+        (1, 1, 1),
+        pool=2,
+        unknown=1,
+        crash_p=1,
+        gone=True,
+    ),
     World("handshake", "two processes that restart, every old HELLO", pings=2, crash_d=1, crash_p=1, handshake=True),
     World(
         "left alone",
@@ -162,15 +171,6 @@ WORLDS: tuple[World, ...] = (
 
 # `quiesce verify --deep`, for as long as it is given.
 DEEP: tuple[World, ...] = (
-    World(
-        "three",
-        "three requests, two pages, a prefill crash, an UNKNOWN post",
-        (1, 1, 1),
-        pool=2,
-        unknown=1,
-        crash_p=1,
-        gone=True,
-    ),
     World(
         "ranks unknown",
         "two prefill ranks, an UNKNOWN post, a failed one, a fence",
