@@ -11,7 +11,7 @@ from quiesce.core.messages import Sampling
 from quiesce.lab.cluster import Cluster
 from quiesce.lab.idle import not_idle
 from quiesce.lab.worker import Faults
-from quiesce.roles.late import MOST_ROOMS, PATIENCE, Asking, Turns
+from quiesce.roles.late import MOST_ROOMS, PATIENCE, UNASKED, Asking, Turns
 
 PAIR = ("prefill-0", "decode-0")
 PROMPTS = [[8 + (seed * 37 + position * 11) % 480 for position in range(96)] for seed in range(8)]
@@ -86,4 +86,19 @@ def test_a_turn_that_is_not_used_passes_to_the_next_and_unknown_rooms_keep_their
         turns.asked(9, room)
     assert len(turns) == MOST_ROOMS
     turns.drop(9)
+    assert len(turns) == 0
+
+
+def test_a_question_that_comes_after_its_request_has_ended_is_forgotten() -> None:
+    clock = Clock()
+    turns = Turns(lambda epoch, room: True, clock)
+    for room in (1, 2):
+        turns.asked(9, room)
+    for _ in range(10):  # the request of room 2 lives, only its leg has not arrived here yet
+        clock.now += UNASKED / 2
+        turns.asked(9, 2)
+        turns.call(0, lambda room: False)
+    assert len(turns) == 1
+    turns.call(1, lambda room: room == 2)
+    turns.forget(2)
     assert len(turns) == 0

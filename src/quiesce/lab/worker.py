@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from quiesce.lab.faulty import FaultyTransport, seeded
+from quiesce.lab.faulty import Decide, Fate, FaultyTransport, seeded
+from quiesce.lab.lossy import Lossy, Mischief
 from quiesce.lab.unsafe import free_at_once
 from quiesce.ops.logs import configure_logging
 from quiesce.roles.assembly import make_engine, make_transport
@@ -30,6 +31,8 @@ class Faults(msgspec.Struct, frozen=True):
     ms_per_page: tuple[float, float] = (0.0, 0.0)
     release: Literal["proof", "at once"] = "proof"
     retract_every: int = 0  # steps; 0: only when the pool is short
+    stuck_write: int = 0  # this write, counted from 1, stays in progress for ever; 0: none
+    mischief: tuple[Mischief, ...] = ()  # what this worker's messages meet
 
 
 class Spec(msgspec.Struct, frozen=True):
@@ -53,7 +56,13 @@ def transport_for(settings: WorkerSettings, faults: Faults) -> Transport:
         fail=faults.fail,
         ms_per_page=faults.ms_per_page,
     )
-    return FaultyTransport(transport, decide)
+    return FaultyTransport(transport, stuck(decide, faults.stuck_write) if faults.stuck_write else decide)
+
+
+def stuck(decide: Decide, number: int) -> Decide:
+    """As `decide`, but write `number` is held and nobody releases it."""
+    writes = itertools.count(1)
+    return lambda pages: Fate(hold=True) if next(writes) == number else decide(pages)
 
 
 def main(path: str) -> int:
@@ -67,8 +76,11 @@ def main(path: str) -> int:
         return colocated.run()
     transport = transport_for(settings, spec.faults)
     if settings.role == "prefill":
-        return PrefillWorker(settings, engine, transport).run()
+        prefill = PrefillWorker(settings, engine, transport)
+        Lossy(prefill, spec.faults.mischief)
+        return prefill.run()
     worker = DecodeWorker(settings, engine, transport)
+    Lossy(worker, spec.faults.mischief)
     if spec.faults.release == "at once":
         free_at_once(worker.ledger)
     retract_every(worker, spec.faults.retract_every)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 ASK_AGAIN = 0.25  # seconds
 MOST_ROOMS = 4096
 PATIENCE = 1.0  # seconds that prefill keeps a turn for an offer that does not come
+UNASKED = 8 * ASK_AGAIN  # seconds after which a room that is not asked about again has no request any more
 
 
 @dataclass
@@ -51,23 +52,24 @@ class Turns:
 
     say: Callable[[int, int], bool]  # (decode epoch, room)
     now: Callable[[], float] = time.monotonic
-    _waiting: dict[int, int] = field(default_factory=dict)  # room -> decode epoch
+    _waiting: dict[int, tuple[int, float]] = field(default_factory=dict)  # room -> decode epoch, when asked last
     _called: dict[int, float] = field(default_factory=dict)  # room -> until when its turn is kept
 
     def asked(self, decode: int, room: int) -> None:
         if room in self._called:
             self.say(decode, room)  # the answer was lost
-        elif len(self._waiting) < MOST_ROOMS:
-            self._waiting.setdefault(room, decode)
+        elif room in self._waiting or len(self._waiting) < MOST_ROOMS:
+            self._waiting[room] = (decode, self.now())
 
     def call(self, free: int, known: Callable[[int], bool]) -> None:
-        """Calls the next rooms for `free` places. A room whose request has not arrived yet keeps its place."""
+        """Calls the next rooms for `free` places. A room whose request has not arrived yet keeps its place for as
+        long as it is asked about: a question may also come late, when its request is over."""
         now = self.now()
         self._called = {room: until for room, until in self._called.items() if until > now}
-        for room, decode in list(self._waiting.items()):
-            if len(self._called) >= free:
-                return
-            if known(room):
+        for room, (decode, asked) in list(self._waiting.items()):
+            if now - asked > UNASKED:
+                del self._waiting[room]
+            elif len(self._called) < free and known(room):
                 del self._waiting[room]
                 self._called[room] = now + PATIENCE
                 self.say(decode, room)
@@ -79,7 +81,7 @@ class Turns:
 
     def drop(self, decode: int) -> None:
         """That decode engine is gone."""
-        self._waiting = {room: epoch for room, epoch in self._waiting.items() if epoch != decode}
+        self._waiting = {room: asked for room, asked in self._waiting.items() if asked[0] != decode}
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._called)
