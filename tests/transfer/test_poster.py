@@ -13,7 +13,7 @@ from quiesce.transfer import mover_wire as wire
 from quiesce.transfer import shm_poster
 from quiesce.transfer.arena import shared_arena
 from quiesce.transfer.interface import Arena, Outcome, Peer, Post
-from quiesce.transfer.shm_poster import JOBS_AT_MOVER, Poster
+from quiesce.transfer.shm_poster import JOBS_AT_MOVER, STALL_SECONDS, Poster
 from quiesce.transfer.watch import Watch
 
 PAGES = 100
@@ -53,6 +53,35 @@ def movers(monkeypatch: pytest.MonkeyPatch) -> list[ScriptedMover]:
     ScriptedMover.made = []
     monkeypatch.setattr(shm_poster, "MoverProcess", ScriptedMover)
     return ScriptedMover.made
+
+
+def at(monkeypatch: pytest.MonkeyPatch, now: float) -> float:
+    monkeypatch.setattr(shm_poster.time, "monotonic", lambda: now)
+    return now
+
+
+def test_a_mover_that_has_work_and_does_not_move_is_killed_and_its_posts_end_clean(
+    movers: list[ScriptedMover], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = at(monkeypatch, 1000.0)
+    poster, peer = connected()
+    movers[0].says(wire.Attached(peer.number, 1))
+    poster.tick(start)
+    assert poster.next_deadline() is None, "a mover without work owes nothing"
+    post = poster.write(peer, range(20), range(20), GRANT)
+    assert poster.next_deadline() == start + STALL_SECONDS
+    movers[0].says(wire.Placed(movers[0].jobs()[0].id))
+    poster.tick(at(monkeypatch, start + 20.0))
+    poster.tick(at(monkeypatch, start + 49.0))  # it moved 29 s ago
+    assert not poster.ended and len(movers) == 1
+    poster.tick(at(monkeypatch, start + 90.0))  # far too late: we were away ourselves, so it gets time to speak
+    assert not poster.ended
+    poster.tick(at(monkeypatch, start + 90.8))
+    assert poster.ended == [(post, Outcome.FAILED_CLEAN)] and poster.counters["mover_stalls"] == 1
+    poster.tick(start + 90.8)
+    assert len(movers) == 2 and poster.next_deadline() is not None, "the next one must attach"
+    poster.tick(at(monkeypatch, start + 120.8))
+    assert len(movers) == 2 and poster.counters["mover_stalls"] == 2, "one that does not even attach is ended, too"
 
 
 def connected(max_transfer_pages: int = 10, max_open_posts: int = 100) -> tuple[Poster, Peer]:

@@ -34,4 +34,4 @@ def make_engine(settings: WorkerSettings) -> Engine:
 def make_transport(settings: WorkerSettings) -> Transport:
     if settings.transfer != "shm":
         raise EngineError(f"--transfer {settings.transfer}: this version moves pages by shm only")
-    return ShmTransport(settings.run_dir, settings.epoch)
+    return ShmTransport(settings.run_dir, settings.epoch, stall_seconds=settings.hold_timeout)

@@ -21,7 +21,7 @@ from quiesce.transfer.interface import (
     Region,
 )
 from quiesce.transfer.shm_lender import Lender
-from quiesce.transfer.shm_poster import Poster
+from quiesce.transfer.shm_poster import STALL_SECONDS, Poster
 from quiesce.transfer.watch import Watch
 
 CAPABILITIES = Capabilities(
@@ -43,6 +43,7 @@ CAPABILITIES = Capabilities(
 class ShmTransport:
     """Lends and posts pages of one arena. `run_dir` holds the listening socket (mode 0600, fresh name).
 
+    A mover that has work and is silent for `stall_seconds` is killed: what it had not placed ends FAILED_CLEAN.
     A mover dies with the *thread* that connects first, so let the engine's main thread own the transport.
     Raises ValueError for settings that cannot work.
     """
@@ -57,12 +58,13 @@ class ShmTransport:
         max_transfer_pages: int = 1024,
         max_open_posts: int = 4096,
         max_peers: int = 256,
+        stall_seconds: float = STALL_SECONDS,
     ) -> None:
         if not 1 <= max_transfer_pages <= wire.MAX_JOB_PAGES:
             raise ValueError(f"max_transfer_pages is {max_transfer_pages}, must be in 1..{wire.MAX_JOB_PAGES}")
         self._watch = Watch()
         self._lender = Lender(self._watch, run_dir, epoch, max_peers)
-        self._poster = Poster(self._watch, max_transfer_pages, max_open_posts, max_peers)
+        self._poster = Poster(self._watch, max_transfer_pages, max_open_posts, max_peers, stall_seconds)
         self._arena: Arena | None = None
         self._closed = False
 

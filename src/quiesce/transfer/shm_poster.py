@@ -21,6 +21,8 @@ log = logging.getLogger("quiesce.transfer")
 
 JOBS_AT_MOVER = 8  # per lender; what is behind them can still be cancelled
 RETRY_FIRST, RETRY_MOST = 0.05, 2.0  # seconds
+STALL_SECONDS = 30.0
+_OVERDUE = 1.0  # a check this late means that we were away ourselves: the mover gets as long to speak
 _SETTLED = 10.0  # a mover that lived this long is not part of a crash loop
 
 _DescriptorDecoder = msgspec.msgpack.Decoder(wire.Descriptor)
@@ -53,8 +55,19 @@ class Target:
 
 
 class Poster:
-    def __init__(self, watch: Watch, max_transfer_pages: int, max_open_posts: int, max_peers: int) -> None:
+    """`stall_seconds`: a mover that has work and says nothing for so long is ended and started again."""
+
+    def __init__(
+        self,
+        watch: Watch,
+        max_transfer_pages: int,
+        max_open_posts: int,
+        max_peers: int,
+        stall_seconds: float = STALL_SECONDS,
+    ) -> None:
         self._watch = watch
+        self._stall_seconds = stall_seconds
+        self._stall_at: float | None = None  # None: nothing is owed
         self._max_transfer_pages = max_transfer_pages
         self._max_open_posts = max_open_posts
         self._max_peers = max_peers
@@ -71,7 +84,7 @@ class Poster:
         self._blocked = False
         self.ended: list[tuple[Post, Outcome]] = []
         self.lost: list[PeerLost] = []
-        self.counters = dict.fromkeys(("posts", "placed_pages", "failed_posts", "mover_deaths"), 0)
+        self.counters = dict.fromkeys(("posts", "placed_pages", "failed_posts", "mover_deaths", "mover_stalls"), 0)
 
     def use(self, arena: Arena) -> None:
         self._arena = arena
@@ -159,7 +172,7 @@ class Poster:
         assert self._mover is not None
         if time.monotonic() - self._mover.started > _SETTLED:
             self._crashes = 0
-        self._mover, self._blocked = None, False
+        self._mover, self._blocked, self._stall_at = None, False, None
         self.counters["mover_deaths"] += 1
         for state in list(self._lenders.values()):
             state.attached, state.retry_at = False, None
@@ -180,11 +193,38 @@ class Poster:
             if state.retry_at is not None and state.retry_at <= now and self._mover is not None:
                 self._attach(state)
         self._pump()
+        self._check_stall(now)
+
+    def _check_stall(self, now: float) -> None:
+        """A mover that does not move is no proof of anything; its death is, so it is killed and posts end clean."""
+        owed = self._owed()
+        if self._mover is None or owed is None:
+            self._stall_at = None
+            return
+        if self._stall_at is None:
+            self._stall_at = now + owed
+        if now > self._stall_at + _OVERDUE:
+            self._stall_at = now + _OVERDUE / 2
+        elif now >= self._stall_at:
+            log.error("the mover process has work and has not moved for %.1f s; it is killed", owed)
+            self.counters["mover_stalls"] += 1
+            self._stall_at = None
+            self._mover.kill()
+
+    def _owed(self) -> float | None:
+        """Seconds within which the mover must say something; None: it owes nothing."""
+        if self._jobs:
+            return self._stall_seconds
+        if any(not (state.attached or state.over) and state.retry_at is None for state in self._lenders.values()):
+            return max(self._stall_seconds, wire.ATTACH_SECONDS + 2.0)
+        return None
 
     def next_deadline(self) -> float | None:
         due = [state.retry_at for state in self._lenders.values() if state.retry_at is not None]
         if self._restart_at is not None:
             due.append(self._restart_at)
+        if self._stall_at is not None:
+            due.append(self._stall_at)
         return min(due, default=None)
 
     # ------------------------------------------------------------ posts
@@ -260,10 +300,13 @@ class Poster:
             state.queue.popleft()
             total = self._job_posts.pop(job.id)
             total.started = True
+            if not self._jobs:
+                self._stall_at = time.monotonic() + self._stall_seconds
             self._jobs[job.id] = (total, state, len(job.src) // 4)
             state.at_mover += 1
 
     def _on_packet(self, packet: object) -> None:
+        self._stall_at = None  # it moves
         match packet:
             case wire.Placed(job=job):
                 self._over(job, None)
