@@ -20,7 +20,7 @@ IDS = ("rid", "client_id", "room", "transfer", "peer_epoch")  # what a text line
 LONGEST = 4000  # characters of a message or of a traceback
 LONGEST_LINE = 15 << 10  # bytes; the supervisor breaks longer ones
 CUT = 400  # characters of each field of a line that would be longer
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
 def configure_logging(level: str, form: LogFormat = "text", process: str = "") -> None:

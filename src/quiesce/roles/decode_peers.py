@@ -118,7 +118,8 @@ class DecodePeers:
             self.refused += 1
             self._listener.send(received.sender, Unwelcome(self._epoch, 0, f"transfer engine: {error}"))
             return
-        log.info("session with a decode worker", extra={"peer_epoch": f"{confirm.epoch:016x}"})
+        if before is None:
+            log.info("session with a decode worker", extra={"peer_epoch": f"{confirm.epoch:016x}"})
         self._up(confirm.epoch)
 
     def forget(self, epoch: int) -> None:
