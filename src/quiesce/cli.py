@@ -197,6 +197,35 @@ def list_() -> int:
 
 
 @app.command(sort_key=4)
+def verify(
+    *,
+    world: Annotated[str | None, Parameter(help="One world (with --mutants: one mutant) by its name.")] = None,
+    mutants: Annotated[bool, Parameter(negative="", help="Remove one guard at a time; each must be caught.")] = False,
+    deep: Annotated[
+        bool, Parameter(negative="", help="The bigger worlds too, for as long as --seconds allows.")
+    ] = False,
+    seconds: Annotated[
+        float | None, Parameter(help="Stop after so many seconds; the report says what is cut.")
+    ] = None,
+) -> int:
+    """Search every interleaving of the hand-off in small worlds, on the classes that serve.
+
+    Exit code 1 when a rule is broken or a mutant survives.
+
+    Examples
+    --------
+    quiesce verify
+
+    quiesce verify --mutants
+
+    quiesce verify --deep --seconds 3600
+    """
+    from quiesce.lab.verify import run  # noqa: PLC0415  (only the command line sees the lab)
+
+    return run(deep=deep, mutants=mutants, world=world, seconds=seconds)
+
+
+@app.command(sort_key=5)
 def version() -> int:
     """Print the version."""
     print(metadata.version("quiesce"))
