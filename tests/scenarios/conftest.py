@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from e2e.product import Product
 from quiesce.core.messages import Sampling
 from quiesce.engine.engine import Engine
 from quiesce.engine.local import LocalEngine
-from quiesce.lab.cluster import Cluster
+from quiesce.lab.cluster import Cluster, LabRequest
 from quiesce.lab.idle import not_idle
 from scenarios.chain_model import make_chain_model
 from tiny_model import make_tiny_llama
@@ -69,6 +69,18 @@ def one(chain: Path) -> Iterator[Product]:
     """The same weights in one engine: what right answers look like."""
     with short_folder() as path, Product(chain, Path(path), *SERVE, "--colocated") as product:
         yield warmed(product)
+
+
+def until_over(cluster: Cluster, requests: Iterable[LabRequest], seconds: float) -> None:
+    """Both legs of each have said their last word."""
+    waiting = list(requests)
+    cluster.until(lambda: all(request.over for request in waiting), seconds, "every request to end")
+
+
+def until_answered(cluster: Cluster, requests: Iterable[LabRequest], seconds: float) -> None:
+    """The answering leg of each has said its last word."""
+    waiting = list(requests)
+    cluster.until(lambda: all(request.outcome for request in waiting), seconds, "every answer to end")
 
 
 def check_idle(

@@ -94,6 +94,7 @@ class Link(_End):
     """Connects to one listener, proves `keys` and checks that the other side owns `server_public_key`.
 
     It reconnects by itself with back-off until closed. Nothing is queued while it is down.
+    Raises zmq.ZMQError or ValueError for an endpoint or a key that means nothing.
     """
 
     def __init__(
@@ -108,11 +109,15 @@ class Link(_End):
         self.endpoint = endpoint
         self._state = LinkState()
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER, socket_class=zmq.Socket)
-        configure_link(self.socket, server_public_key, keys)
+        try:
+            configure_link(self.socket, server_public_key, keys)
+        except (zmq.ZMQError, ValueError):
+            self.socket.close(linger=0)
+            raise
         self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(LinkState.EVENTS)
         try:
             self.socket.connect(endpoint)
-        except zmq.ZMQError:
+        except (zmq.ZMQError, ValueError):
             self.close()
             raise
 

@@ -54,7 +54,7 @@ class Lossy:
                 peer.link.send = self._around(peer.link.send)  # type: ignore[method-assign]
             return peer
 
-        worker.peers.reach = reach_lossy  # type: ignore[method-assign]
+        worker.peers.reach = reach_lossy  # type: ignore[method-assign,assignment]
 
     def _around(self, send: Send) -> Send:
         def lossy(*arguments: Any) -> bool:

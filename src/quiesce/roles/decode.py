@@ -32,6 +32,7 @@ log = logging.getLogger("quiesce.decode")
 PING_SECONDS = 1.0
 FENCE_PATIENCE = 5.0  # seconds a fence may take before it counts as not to be had
 FENCE_POLL = 0.01
+DEADLINE_SKEW = 0.25  # seconds by which the two legs of a request may differ about its deadline
 
 
 class DecodeWorker(Worker):
@@ -78,7 +79,11 @@ class DecodeWorker(Worker):
         if leg.start.prefill is None:
             self.say_end(leg, "refused", 400, "a decode leg must name its prefill worker")
             return
-        self.peers.reach(leg.start.prefill)
+        try:
+            self.peers.reach(leg.start.prefill)
+        except ValueError as error:
+            self.say_end(leg, "refused", 400, str(error))
+            return
         self.waiting.append(leg)
 
     def give_up(self, leg: WorkerLeg, outcome: Literal["cancelled", "failed"], status: int, reason: str) -> None:

@@ -59,9 +59,13 @@ class PrefillPeers:
         self.peers: dict[int, PrefillPeer] = {}
 
     def reach(self, address: Address) -> PrefillPeer:
+        """Raises ValueError for an address that means nothing."""
         peer = self.peers.get(address.epoch)
         if peer is None:
-            link = Link(self._context, address.endpoint, address.public_key, self._keys)
+            try:
+                link = Link(self._context, address.endpoint, address.public_key, self._keys)
+            except (zmq.ZMQError, ValueError) as error:
+                raise ValueError(f"the address of prefill {address.name} cannot be used: {error}") from error
             handshake = Handshake(self._epoch, 0, self._fingerprint, lambda: secrets.randbits(63))
             peer = self.peers[address.epoch] = PrefillPeer(address, link, handshake, time.monotonic())
             self._poller.register(link.socket, zmq.POLLIN)
@@ -117,10 +121,13 @@ class PrefillPeers:
             if message.epoch != peer.address.epoch:
                 peer.refusal = f"another process ({message.epoch:016x}) answers at its address"
                 return True
+            anew = not peer.taken
             confirm = peer.handshake.on_welcome(message)
             if confirm is not None:
                 peer.link.send(confirm)
-                log.info("session with prefill %s", peer.address.name, extra={"peer_epoch": f"{message.epoch:016x}"})
+                if anew:
+                    said = {"peer_epoch": f"{message.epoch:016x}"}
+                    log.info("session with prefill %s", peer.address.name, extra=said)
             return True
         if isinstance(message, Unwelcome):
             peer.refusal = message.reason
