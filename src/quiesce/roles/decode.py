@@ -185,7 +185,9 @@ class DecodeWorker(Worker):
         self.generation.leave(tid)
         if leg is not None:
             self.transfers_failed += 1
-            self.say_end(leg, "failed", 502, f"the hand-off failed: {reason}")
+            # Both legs have the request's deadline, and prefill's clock may be the first to say so.
+            due = time.monotonic() > leg.arrived + leg.start.deadline_ms / 1000 - DEADLINE_SKEW
+            self.say_end(leg, "failed", 504 if due else 502, f"the hand-off failed: {reason}")
 
     def fire(self, payload: object) -> None:
         assert isinstance(payload, Fired)
