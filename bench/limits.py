@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from bench.cases import Case
 from quiesce.engine.config import ModelConfig, dtype_of
+from quiesce.engine.product import packable, packed, product
 
 READ_BYTES = 1 << 30  # far beyond any cache
 REPEATS = 5
@@ -25,12 +25,14 @@ class Limits:
 
 
 def measure(dtype: str, width: int, inner: int) -> Limits:
-    """The best of a few tries, in CPU time: reading 1 GiB, and a product of [1024, width] with [inner, width]."""
+    """The best of a few tries (CPU time): reading 1 GiB, and [1024, width] times [inner, width] either layout."""
     torch.set_num_threads(1)
     memory = torch.ones(READ_BYTES // 4)
     reading = min(_best(memory.sum), _best(lambda: torch.dot(memory, memory)))
     x, matrix = torch.randn(1024, width).to(dtype_of(dtype)), torch.randn(inner, width).to(dtype_of(dtype))
-    return Limits(READ_BYTES / reading, 2 * 1024 * width * inner / _best(lambda: F.linear(x, matrix)))
+    layouts = [matrix, packed(matrix)] if packable(matrix) else [matrix]
+    multiplying = min(_best(lambda m=one: product(x, m)) for one in layouts)
+    return Limits(READ_BYTES / reading, 2 * 1024 * width * inner / multiplying)
 
 
 def _best(work: Callable[[], object]) -> float:

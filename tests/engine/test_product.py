@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from quiesce.engine.engine import Engine
-from quiesce.engine.product import _packable, _packed, pack, product
+from quiesce.engine.product import pack, packable, packed, product
 from quiesce.engine.weights import LayerWeights, Weights
 
-SUPPORTED = [dtype for dtype in (torch.float32, torch.bfloat16) if _packable(torch.empty(1, dtype=dtype))]
+SUPPORTED = [dtype for dtype in (torch.float32, torch.bfloat16) if packable(torch.empty(1, dtype=dtype))]
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -20,10 +20,10 @@ def test_a_packed_product_equals_the_plain_one(dtype: torch.dtype, rows: int, bi
     matrix = torch.randn((48, 40), generator=draw).to(dtype)
     added = torch.randn(48, generator=draw).to(dtype) if bias else None
     x = torch.randn((rows, 80), generator=draw).to(dtype)[:, ::2]  # not contiguous
-    packed = _packed(matrix)
-    assert packed.is_mkldnn
+    laid_out = packed(matrix)
+    assert laid_out.is_mkldnn
     torch.testing.assert_close(
-        product(x, packed, added), F.linear(x, matrix, added), rtol=CLOSE[dtype], atol=CLOSE[dtype]
+        product(x, laid_out, added), F.linear(x, matrix, added), rtol=CLOSE[dtype], atol=CLOSE[dtype]
     )
 
 

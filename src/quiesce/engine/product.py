@@ -15,12 +15,12 @@ def pack(weights: Weights) -> None:
 
     A tied head becomes a matrix of its own, for the embedding is still read row by row.
     """
-    if not _packable(weights.embedding):
+    if not packable(weights.embedding):
         return
     for layer in weights.layers:
-        layer.qkv, layer.out = _packed(layer.qkv), _packed(layer.out)
-        layer.gate_up, layer.down = _packed(layer.gate_up), _packed(layer.down)
-    weights.head = _packed(weights.head)
+        layer.qkv, layer.out = packed(layer.qkv), packed(layer.out)
+        layer.gate_up, layer.down = packed(layer.gate_up), packed(layer.down)
+    weights.head = packed(weights.head)
 
 
 def product(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -31,12 +31,14 @@ def product(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = N
     return F.linear(x, matrix, bias)
 
 
-def _packable(matrix: torch.Tensor) -> bool:
-    if matrix.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+def packable(matrix: torch.Tensor) -> bool:
+    """Whether this machine and build have the kernels for such a matrix."""
+    if matrix.device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     return matrix.dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _packed(matrix: torch.Tensor) -> torch.Tensor:
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(matrix, ROWS_HINT)
-    return packed
+def packed(matrix: torch.Tensor) -> torch.Tensor:
+    """`matrix` [out, in] in an opaque layout that only `product` can use."""
+    laid_out: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(matrix, ROWS_HINT)
+    return laid_out
