@@ -63,7 +63,7 @@ test: $(TESTING) lint ## check and test everything, real model and real processe
 quick: $(TESTING) ## test without the slow tests
 	@$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
 
-bench: $(TESTING) ## measure the engine beside transformers on one core, start-up and latency (slow; wants a quiet machine)
+bench: $(TESTING) ## measure the engine beside transformers, start-up and latency (wants a quiet machine)
 	@$(BIN)/python -m bench.run $(ARGS)
 
 lint: $(TESTING) ## ruff and mypy
