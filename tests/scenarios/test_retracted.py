@@ -65,7 +65,7 @@ def test_scenario_r110_resuming_binds_to_nobodys_prefill(tiny: Path, run_dir: Pa
     with Cluster(tiny, run_dir, **SIZES) as cluster:
         for name in prefills:
             cluster.spawn("prefill", name, max_total_tokens=2048)
-        cluster.spawn("decode", decode, Faults(retract_every=3), max_total_tokens=4096)
+        cluster.spawn("decode", decode, Faults(retract_every=1), max_total_tokens=4096)
         cluster.wait_for(*prefills, decode)
         sampling = Sampling(max_tokens=ANSWER, ignore_eos=True)
         requests = [cluster.start(p, sampling, (prefills[n % 2], decode)) for n, p in enumerate(prompts)]
