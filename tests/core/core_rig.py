@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from quiesce.core.borrower import Borrower, Chunk, ChunkReady, Complete, LenderUp, Outcome, PostEnded, Record
+from quiesce.core.borrower import Borrower, Chunk, ChunkReady, Complete, LenderUp, Outcome, Paired, PostEnded, Record
 from quiesce.core.ledger import Ledger
 from quiesce.core.lender import End, Lender, Publish
 from quiesce.core.lender import State as Lending
@@ -108,10 +108,14 @@ class BorrowerRig:
         grant = Grant(0, GENERATION, tuple(range(100, 100 + PAGES)))
         return self.hear(Offer(leg, 1, b"p", grant, TOKENS, 0, 1000))
 
+    def pair(self, leg: Leg, pairing: bytes = b"p") -> list[Action]:
+        return self.borrower.on(Paired(leg, pairing))
+
     def opened(self, seq: int = 1, d_rank: int = 0) -> Leg:
-        """An accepted offer whose request owns its source pages."""
+        """An accepted offer, paired with its request, which owns its source pages."""
         leg = self.leg(seq, d_rank)
         self.offer(leg)
+        self.pair(leg)
         if not self.ledger.knows(leg.tid):
             assert self.ledger.own(leg.tid, PAGES) is not None
         return leg

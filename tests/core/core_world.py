@@ -21,6 +21,7 @@ from quiesce.core.borrower import (
     LenderGone,
     LenderUp,
     Outcome,
+    Paired,
     PostEnded,
 )
 from quiesce.core.borrower import State as Borrowing
@@ -390,6 +391,7 @@ class World:
                         self.borrowed(prefill, Fault(leg, "no room"))
                     else:
                         prefill.computing[leg] = 0
+                        self.borrowed(prefill, Paired(leg, b"p"))
                 case Stopped(leg):
                     prefill.computing.pop(leg, None)
                 case TryDrain(leg):

@@ -10,7 +10,7 @@ from core_rig import P1, PAGES, TOKENS, BorrowerRig, LenderRig, P, only, sent
 from quiesce.core.borrower import Chunk, ChunkReady, Complete, Outcome
 from quiesce.core.borrower import State as Borrowing
 from quiesce.core.lender import State, Verified
-from quiesce.core.machine import Closed, Committed, Lost, Opened, Post, Timer, Verify
+from quiesce.core.machine import Closed, Committed, Lost, Opened, Post, Stopped, Timer, Verify
 from quiesce.core.messages import Abort, Accept, Done, Failed, FirstToken
 from quiesce.core.pairing import pairing_digest
 
@@ -20,7 +20,7 @@ def test_l1_only_a_chunk_whose_compute_has_finished_is_posted():
     leg = rig.leg()
     actions = rig.offer(leg) + rig.offer(leg)
     assert only(actions, Opened) and rig.ledger.own(leg.tid, PAGES)
-    actions += rig.complete(leg) + rig.fire(leg)
+    actions += rig.pair(leg) + rig.complete(leg) + rig.fire(leg)
     assert not only(actions, Post)
     leg = rig.opened(2)
     source = rig.ledger.pages(leg.tid)
@@ -160,7 +160,38 @@ def test_l9_nothing_is_posted_for_an_offer_that_pairs_with_nothing():
     rig = BorrowerRig()
     leg = rig.leg()
     assert not only(rig.offer(leg), Post), "a room by itself opens no post"
-    assert not only(rig.complete(leg), Post)
+    assert rig.ledger.own(leg.tid, PAGES)
+    actions = rig.chunk(leg, 0)
+    assert sent(actions, Failed) and only(actions, Stopped) and not only(actions, Post)
+    leg = rig.leg(2)
+    rig.offer(leg)
+    actions = rig.complete(leg)
+    assert sent(actions, Failed) and not sent(actions, Done)
+
+
+@pytest.mark.parametrize("after", [b"p", b"q"])
+def test_l9_an_offer_about_another_prompt_fails_and_posts_nothing(after: bytes):
+    rig = BorrowerRig()
+    leg = rig.leg()
+    rig.offer(leg)
+    assert rig.ledger.own(leg.tid, PAGES)
+    actions = rig.pair(leg, b"q")
+    (failed,) = sent(actions, Failed)
+    assert failed.reason.startswith("pairing: ")
+    assert only(actions, Stopped) == [Stopped(leg, failed.reason)]
+    later = rig.pair(leg, after) + rig.chunk(leg, 0) + rig.complete(leg)
+    assert not only(later, Post) and not sent(later, Done)
+    assert rig.record(leg).state is Borrowing.FAILED
+    assert rig.ledger.census().free == 12, "nothing of it was lent"
+
+
+def test_l9_the_same_digest_lets_the_record_post():
+    rig = BorrowerRig()
+    leg = rig.leg()
+    rig.offer(leg)
+    assert rig.ledger.own(leg.tid, PAGES)
+    assert rig.pair(leg) == []
+    assert len(only(rig.chunk(leg, 0), Post)) == 1
 
 
 @pytest.mark.parametrize("published", [1, 2])

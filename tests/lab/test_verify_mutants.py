@@ -17,7 +17,6 @@ from quiesce.lab.verify import hunt, run, story_of
 ELSEWHERE = {
     "N10": "pull",
     "L10": "pull",
-    "L9": "the prefill role compares the pairing digest before the core hears of a chunk",
 }
 HOLDING = {"H1", "H2", "H3", "H4", "H5", "H7", "H11", "H14", "H15", "H16", "H17"}
 TELLING = {"N1", "N2", "N3", "N5", "N7", "N9", "N10"}

@@ -22,6 +22,7 @@ SLICE = {
     "fence": 15_000,
     "digest": 8_000,
     "short": 3_000,
+    "mispaired": 1_000,
     "full": 9_000,
     "decodes": 3_000,
     "handshake": 6_000,

@@ -21,6 +21,7 @@ from quiesce.core.borrowing import (
     LenderGone,
     LenderUp,
     Outcome,
+    Paired,
     PostEnded,
     Record,
     State,
@@ -57,10 +58,13 @@ __all__ = [
     "LenderGone",
     "LenderUp",
     "Outcome",
+    "Paired",
     "PostEnded",
     "Record",
     "State",
 ]
+
+UNPAIRED = "computed before it was paired with a request"
 
 
 class Borrower(Records):
@@ -130,8 +134,18 @@ class Borrower(Records):
 
     # ------------------------------------------------------------ posting
 
+    def _pair(self, record: Record, event: Paired) -> list[Action]:
+        """Offer and request are about the same tokens, model, adapter and tenant, or nothing is posted (guard L9)."""
+        assert record.offer is not None
+        if event.pairing != record.offer.pairing:
+            return self._fail(record, f"pairing: room {record.offer.room} was offered for another prompt")
+        record.paired = True
+        return []
+
     def _chunk(self, record: Record, event: ChunkReady) -> list[Action]:
         assert record.offer is not None
+        if not record.paired:
+            return self._fail(record, UNPAIRED)
         chunk, granted = event.chunk, len(record.offer.grant.pages)
         if chunk.first != record.posted + sum(len(c.source) for c in record.queue):
             return self._fail(record, f"chunk starts at page {chunk.first}: a gap or an overlap")
@@ -169,6 +183,8 @@ class Borrower(Records):
         )
 
     def _complete(self, record: Record, event: Complete) -> list[Action]:
+        if not record.paired:
+            return self._fail(record, UNPAIRED)
         record.complete = True
         record.tokens, record.result, record.digest = event.tokens, event.result, event.digest
         return self._done_if_landed(record)
@@ -317,6 +333,7 @@ Row = Callable[..., list[Action]]
 TABLE: dict[tuple[State, object], Row] = {
     (State.OPEN, Offer): Borrower._offer_again,
     (State.OPEN, Abort): Borrower._abort,
+    (State.OPEN, Paired): Borrower._pair,
     (State.OPEN, ChunkReady): Borrower._chunk,
     (State.OPEN, Complete): Borrower._complete,
     (State.OPEN, Fault): Borrower._fault,

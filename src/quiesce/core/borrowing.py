@@ -46,6 +46,7 @@ class Record:
     lent: bool = False  # source pages are lent to our own posts
     covered: bool = False  # the lender closed the id while we still count: forget at zero
     posted: int = 0  # pages
+    paired: bool = False  # our own request is about the same prompt (guard L9)
     complete: bool = False  # the last chunk has been handed in
     tokens: int = 0
     result: FirstToken | None = None
@@ -61,6 +62,14 @@ class Record:
 
 
 # ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """The request for this room has come: what its own digest is (guard L9)."""
+
+    leg: Leg
+    pairing: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +99,7 @@ class PostEnded:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A local failure: pairing, compute, deadline, router cancel."""
+    """A local failure: compute, deadline, router cancel, no request for the room."""
 
     leg: Leg
     reason: str
@@ -114,4 +123,4 @@ class LenderGone:
     epoch: int
 
 
-Event = Heard | Fired | ChunkReady | Complete | PostEnded | Fault | DrainSaid | LenderUp | LenderGone
+Event = Heard | Fired | Paired | ChunkReady | Complete | PostEnded | Fault | DrainSaid | LenderUp | LenderGone

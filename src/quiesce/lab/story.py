@@ -10,6 +10,7 @@ from quiesce.core.messages import Leg, Offer, Ping, Refused, TransferId
 from quiesce.lab.checker.model import Model
 from quiesce.lab.checker.processes import Event, State, Step
 from quiesce.lab.checker.search import Result
+from quiesce.lab.checker.sides import ANOTHER
 
 OUTCOMES = {
     Outcome.PLACED: "is placed",
@@ -45,7 +46,7 @@ class Teller:
     # ------------------------------------------------------------ names
 
     def _name(self, tid: TransferId) -> str:
-        return self.names.get(tid, f"request {tid.seq}")
+        return self.names.get(tid, f"request {tid.seq}" if tid.epoch else "another request")
 
     def _who(self, state: State, at: int) -> str:
         decodes, prefills = state[0], state[1]
@@ -151,6 +152,9 @@ class Teller:
                 return f"takes source pages for {self._name(tid)}"
             case ("compute", tid, short):
                 return f"computes a chunk of {self._name(tid)}" + (" and takes it for the last" if short else "")
+            case ("pair", leg, pairing):
+                about = "ANOTHER PROMPT" if pairing == ANOTHER else "the same prompt"
+                return f"is given the request for {self._name(leg.tid)}'s room: it is about {about}"
             case ("fault", leg):
                 return f"fails {self._name(leg.tid)}"
             case ("ended", leg, first, outcome):

@@ -39,6 +39,7 @@ class World:
     pings: int = 0
     stray: int = 0  # foreign writers found by a digest
     short: int = 0  # a prefill rank plans fewer pages than it was offered
+    mispaired: int = 0  # rooms whose request on the prefill side is about another prompt
     exact: bool = False  # pacing is state too: timers, ACCEPT, BUSY, retained
     late: bool = False  # answers about closed transfers stay deliverable too (they change nothing: checked here)
     handshake: bool = False  # HELLO, WELCOME and CONFIRM only
@@ -120,6 +121,7 @@ WORLDS: tuple[World, ...] = (
         suspect=1,
     ),
     World("short", "a prefill engine that plans fewer pages, one that fails", (2, 2), short=1, fault=1),
+    World("mispaired", "a room whose two legs are about different prompts", pool=1, mispaired=1, unknown=1),
     World("full", "a prefill engine that remembers one transfer", (1, 1, 1), pool=1, records=1, pings=1, fault=1),
     World("ranks", "two prefill ranks, a failed post", prefills=2, pool=1, failed=1),
     World("decodes", "two decode ranks", requests=(1,), pool=1, decodes=2, unknown=1, drain=True),

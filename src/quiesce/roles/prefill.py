@@ -22,6 +22,7 @@ from quiesce.core.borrower import (
     LenderGone,
     LenderUp,
     Outcome,
+    Paired,
     PostEnded,
 )
 from quiesce.core.borrower import Event as BorrowerEvent
@@ -104,18 +105,18 @@ class PrefillWorker(Worker):
             self.tell(Fault(job.leg, f"no request for room {job.room} arrived within {ORPHAN_SECONDS:.0f} s"))
 
     def _pair(self, job: Job, request: WorkerLeg) -> None:
-        """The offer and the request must be about the same tokens before anything is posted (guard L9)."""
+        """The borrower compares what the offer and the request are about before anything is posted (guard L9)."""
         self.timers.cancel(("orphan", job.leg))
         record = self.borrower.record(job.leg)
         assert record is not None and record.offer is not None
         job.request, request.tid, request.offered_by = request, job.leg.tid, job.leg.tid.epoch
-        offer = record.offer
         tokens = len(request.start.token_ids)
-        if offer.pairing != request.pairing(self.engine.fingerprint.model) or offer.tokens != tokens:
-            reason = f"pairing: the decode worker offered room {job.room} for another prompt"
-            self.say_end(request, "failed", 409, reason)
-            self.tell(Fault(job.leg, reason))
-            return
+        if record.offer.tokens != tokens:
+            self.tell(Fault(job.leg, f"pairing: {record.offer.tokens} tokens are offered, the prompt has {tokens}"))
+        else:
+            self.tell(Paired(job.leg, request.pairing(self.engine.fingerprint.model)))
+        if self.by_leg.get(job.leg) is not job:
+            return  # about another prompt: the borrower stopped it
         job.sequence = Sequence(
             tid=job.leg.tid,
             rid=request.rid,
@@ -255,7 +256,7 @@ class PrefillWorker(Worker):
             self.say_end(job.request, "cancelled", 502, reason)
         else:
             self.transfers_failed += 1
-            self.say_end(job.request, "failed", 502, reason)
+            self.say_end(job.request, "failed", 409 if reason.startswith("pairing: ") else 502, reason)
 
     def fire(self, payload: object) -> None:
         assert isinstance(payload, Fired)

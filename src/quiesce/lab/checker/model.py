@@ -26,7 +26,7 @@ from quiesce.lab.checker.processes import (
     State,
     Step,
 )
-from quiesce.lab.checker.sides import DecodeSide, PrefillSide, token_of
+from quiesce.lab.checker.sides import ANOTHER, DecodeSide, PrefillSide, token_of
 
 UNFAIR = ("reserve", "end", "fault")  # a client, a router, bad luck: nobody may wait for them
 
@@ -256,6 +256,8 @@ class Model(Processes):
         if epoch not in side.borrower.lenders:
             yield self._apply(state, at, ("learn", epoch))
         for event in self.views[side_id].may:
+            if event[0] == "pair" and self._left(budgets, "mispaired"):
+                yield self._apply(state, at, ("pair", event[1], ANOTHER), "mispaired")
             if event[0] == "compute" and self._left(budgets, "short") and side.chunks[event[1]] == 0:
                 yield self._apply(state, at, ("compute", event[1], True), "short")
         if self._left(budgets, "fault"):

@@ -36,6 +36,7 @@ BUDGETS = (
     "pings",
     "stray",
     "short",
+    "mispaired",
 )
 FLYING, REFUSED, LOOSE = 0, 1, 2  # no outcome yet; refused by a fence; ended UNKNOWN or orphaned, may still land
 

@@ -33,6 +33,7 @@ from quiesce.core.proofs import Proof
 from quiesce.lab.worlds import World
 
 Event = tuple[Any, ...]
+PAIRING, ANOTHER = b"this prompt", b"another prompt"
 
 
 class Out(NamedTuple):
@@ -76,7 +77,7 @@ class DecodeSide:
             case ("reserve",):
                 pages = world.requests[self.reserved]
                 ranks = dict(enumerate(self.peers))
-                tid = self.lender.reserve(ranks, room=self.reserved, pairing=b"", tokens=pages, pages=pages)
+                tid = self.lender.reserve(ranks, room=self.reserved, pairing=PAIRING, tokens=pages, pages=pages)
                 assert tid is not None
                 self.reserved += 1
             case ("publish", tid, rank):
@@ -178,6 +179,7 @@ class PrefillSide:
         self.borrower.on(b.LenderUp(lender))
         self.opened: dict[TransferId, set[Leg]] = {}
         self.chunks: dict[TransferId, int] = {}  # begun: chunks computed so far
+        self.others: set[TransferId] = set()  # what is computed for it is another prompt
         self.content: dict[int, TransferId] = {}  # source page -> whose KV it holds
         self.numbers: dict[tuple[Leg, int], int] = {}  # posts without an outcome -> their number
         self.drains: set[Leg] = set()
@@ -193,6 +195,8 @@ class PrefillSide:
                 self.chunks[tid] = 0
             case ("compute", tid, short):
                 out = self._compute(world, tid, short)
+            case ("pair", leg, pairing):
+                out = self._pair(leg, pairing)
             case ("fault", leg):
                 out = self.borrower.on(b.Fault(leg, "fault"))
             case ("ended", leg, first, outcome):
@@ -210,7 +214,16 @@ class PrefillSide:
                     out += self.borrower.on(b.LenderGone(lender))
             case _:
                 raise ValueError(event)
-        return self._do(out)
+        return self._do(out, world)
+
+    def _pair(self, leg: Leg, pairing: bytes) -> list[Action]:
+        if pairing == ANOTHER:
+            self.others.add(leg.tid)
+        return self.borrower.on(b.Paired(leg, pairing))
+
+    def _paired(self, legs: set[Leg]) -> bool:
+        records = [self.borrower.record(leg) for leg in legs]
+        return all(record is not None and record.paired for record in records)
 
     def _pages(self, tid: TransferId) -> int:
         record = next(iter(self.borrower.records[tid].values()))
@@ -223,7 +236,7 @@ class PrefillSide:
         source = pages[first : first + world.chunk]
         self.chunks[tid] += 1
         for page in source:
-            self.content[page] = tid
+            self.content[page] = TransferId(0, tid.seq) if tid in self.others else tid
         out: list[Action] = []
         last = short or first + world.chunk >= len(pages)
         for leg in sorted(self.opened[tid]):
@@ -236,7 +249,7 @@ class PrefillSide:
             self.chunks[tid] = len(pages)
         return out
 
-    def _do(self, actions: list[Action]) -> Out:
+    def _do(self, actions: list[Action], world: World) -> Out:
         sends, posts = [], []
         for action in actions:
             match action:
@@ -246,6 +259,8 @@ class PrefillSide:
                     self.timers.add((timer, about))
                 case Opened(leg=leg):
                     self.opened.setdefault(leg.tid, set()).add(leg)
+                    if not world.mispaired:
+                        actions += self._pair(leg, PAIRING)
                 case Post():
                     posts.append(action)
                     self.numbers[action.leg, action.grant.pages.index(action.destination[0])] = action.number
@@ -260,6 +275,7 @@ class PrefillSide:
         known = {record.leg for record in self.borrower.all_records()}
         self.timers = {key for key in self.timers if key[1] in known}
         self.drains &= known
+        self.others &= self.borrower.records.keys()
         held = {page for holding in self.sources._holdings.values() for page in holding.pages}
         self.content = {page: tid for page, tid in self.content.items() if page in held}
         self._renumber()
@@ -276,7 +292,9 @@ class PrefillSide:
     def may(self, world: World, exact: bool) -> list[Event]:
         events: list[Event] = []
         for tid, legs in self.opened.items():
-            if tid not in self.chunks:
+            if not self._paired(legs):
+                events += [("pair", leg, PAIRING) for leg in sorted(legs)]
+            elif tid not in self.chunks:
                 if len(legs) == world.decodes and self.sources.pool.free >= self._pages(tid):
                     events.append(("start", tid))
             elif self.chunks[tid] * world.chunk < self._pages(tid):

@@ -32,6 +32,7 @@ SOURCES = World("sources", "one source page", sources=1, unknown=1, fault=1, lat
 DIGEST = World("digest", "a foreign writer, found by a digest", pool=1, digest=True, stray=1, fence=True, suspect=1)
 DIGEST_LATE = replace(DIGEST, name="digest late", requests=(1, 1, 1))
 SHORT = World("short", "a prefill engine that plans fewer pages", requests=(2,), short=1)
+MISPAIRED = World("mispaired", "a room whose two legs are about different prompts", (1,), pool=1, mispaired=1)
 PAIR = World("pair", "two requests at once", requests=(1, 1), pool=2, late=True)
 
 LIVE = World("live", "one request", requests=(1,), pool=1, live=True)

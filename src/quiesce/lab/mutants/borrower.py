@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from quiesce.core.borrower import TABLE, Borrower, Outcome, State
-from quiesce.core.borrowing import DrainSaid, PostEnded, Record
+from quiesce.core.borrowing import DrainSaid, Paired, PostEnded, Record
 from quiesce.core.machine import Heard, Send
 from quiesce.core.messages import Abort, Ack, Done, Leg, NeverStarted
 from quiesce.lab.mutants import arenas
@@ -193,6 +193,12 @@ def a15(self: Borrower, record: Record, event: DrainSaid) -> Any:
     record.tainted = False
     self._settle(record)
     return real_drained(self, record)
+
+
+@mutant("L9", "L9", "the pairing digest is not compared", arenas.MISPAIRED, (TABLE, (State.OPEN, Paired)))
+def l9(self: Borrower, record: Record, event: Paired) -> Any:
+    record.paired = True
+    return []
 
 
 @mutant("L3", "L3", "DONE is said while a post is under way", arenas.TWO, (Borrower, "_done_if_landed"))

@@ -1,5 +1,4 @@
-"""A transport that promises less than it must, and a legs' pairing that nobody compares. Not mutants of the core:
-they show what the core's proofs rest on."""
+"""A transport that promises less than it must. Not mutants of the core: they show what its proofs rest on."""
 
 from __future__ import annotations
 
