@@ -44,7 +44,7 @@ async def stream_all(pd: Product) -> list[dict[str, Any]]:
 
 async def leave_together(pd: Product) -> float:
     """Every stream is open and some have text when all connections close. Returns when they had."""
-    async with AsyncExitStack() as open_streams, client_for(pd) as client:
+    async with AsyncExitStack() as open_streams, client_for(pd) as client, client_for(pd) as observer:
 
         async def enter(index: int) -> httpx.Response:
             return await open_streams.enter_async_context(
@@ -56,7 +56,7 @@ async def leave_together(pd: Product) -> float:
         async for line in next(iter(done)).result().aiter_lines():
             if line.startswith("data: ") and json.loads(line[6:])["choices"]:
                 break
-        while legs(await client.get("/metrics")) < CLIENTS:
+        while legs(await observer.get("/metrics")) < CLIENTS:
             await asyncio.sleep(0.05)
         for task in waiting:
             task.cancel()
