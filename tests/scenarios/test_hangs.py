@@ -132,16 +132,25 @@ def test_scenario_c49_dead_prefill_addresses_stop_nobodys_tokens(tiny: Path, run
             Address("keyless", 1010, real.endpoint, "no key"),
         ]
         lost = [cluster.start(PROBE, greedy(4), PAIR[1:], deadline=6.0, prefill=at) for at in addresses]
+        crowd = [
+            cluster.start(PROBE, greedy(4), PAIR[1:], prefill=stranger(100 + n, f"ipc://{run_dir}/nobody-{n}.sock"))
+            for n in range(300)
+        ]
         until_over(cluster, lost, 8)
         for request in lost:
             (ended,) = request.ends[PAIR[1]]
             assert ended.outcome in ("failed", "refused") and ended.reason, ended
             assert ended.status in (400, 503), "told why, and not only when the deadline has passed"
+        until_over(cluster, crowd, 8)
+        assert {request.ends[PAIR[1]][0].status for request in crowd} == {503}
         until_over(cluster, streams, 60)
         assert [request.tokens for request in streams] == expected
         gaps = [widest_gap(r, bad) for r in streams if sum(at >= bad for at in r.arrivals) > 1]
         assert gaps, "the streams were over before the bad requests came"
         assert max(gaps) < max(0.2, 2 * quiet), f"{max(gaps):.3f} s without a token; {quiet:.3f} s before"
+        again = cluster.start(PROBE, greedy(12), PAIR)
+        until_over(cluster, [again], 10)
+        assert again.tokens == oracle([PROBE])[0]
         check_idle(cluster, PAIR[1], boot={"threads": boot["threads"], "fds": boot["fds"] + 8})
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -36,10 +38,15 @@ from quiesce.core.messages import (
     NeverStarted,
     Ping,
     Refused,
+    Sampling,
     Tainted,
     TransferId,
 )
 from quiesce.core.proofs import Proof
+from quiesce.lab.cluster import Cluster
+from quiesce.lab.lossy import Mischief
+from quiesce.lab.worker import Faults
+from scenarios.conftest import CHUNK, PAGE, Oracle, check_idle, until_over
 
 # ------------------------------------------------------------ the side that lends
 
@@ -186,3 +193,52 @@ def end(rig: BorrowerRig, leg: Leg, cause: str) -> None:
         rig.borrower.on(LenderGone(D))
     record = rig.borrower.record(leg)
     assert record is None or record.state is not Borrowing.OPEN
+
+
+# ------------------------------------------------------------ real workers
+
+NTH = range(1, 37)
+MISCHIEF = tuple(
+    Mischief(kind, "delay" if number % 2 else "duplicate", number, 0.6)
+    for kind in ("Accept", "Done", "Failed", "Drained", "Busy", "Tainted", "Offer", "Abort", "Ack")
+    for number in NTH
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_scenario_j3_real_workers_take_late_and_doubled_messages_after_every_end(
+    tiny: Path, run_dir: Path, oracle: Oracle
+) -> None:
+    """Answers come late or twice while requests end by abort, timeout, a failed transfer and by themselves."""
+    pair = ("prefill-0", "decode-0")
+    prompts = [[8 + (seed * 37 + position * 11) % 480 for position in range(70)] for seed in range(8)]
+    right = oracle(prompts)
+    sizes = {"page_size": PAGE, "chunked_prefill_size": CHUNK, "max_running": 16, "context_length": 128}
+    with Cluster(tiny, run_dir, hold_timeout=3.0, max_total_tokens=1024, max_retained=1.0, **sizes) as cluster:
+        cluster.spawn("prefill", pair[0], Faults(ms_per_page=(5, 15), fail=0.15, mischief=MISCHIEF))
+        cluster.spawn("decode", pair[1], Faults(mischief=MISCHIEF))
+        cluster.wait_for(*pair)
+        before = {name: cluster.inspect(name)["epoch"] for name in pair}
+        requests = []
+        for number in range(48):
+            deadline = 0.15 if number % 4 == 1 else 30.0
+            sampling = Sampling(max_tokens=12, ignore_eos=True)
+            request = cluster.start(prompts[number % 8], sampling, pair, deadline=deadline)
+            requests.append(request)
+            if number % 4 == 2:
+                at = request.started + 0.01 * (number % 12)
+                cluster.until(lambda at=at: time.monotonic() >= at, 5, "the moment of the abort")
+                cluster.cancel(request)
+            if number % 6 == 5:
+                until_over(cluster, requests, 30)
+        until_over(cluster, requests, 30)
+        for number, request in enumerate(requests):
+            assert [len(ends) for ends in request.ends.values()] == [1, 1]
+            assert request.tokens == right[number % 8][: len(request.tokens)]
+            assert request.outcome != "length" or len(request.tokens) == 12
+        assert {request.outcome for request in requests} == {"length", "failed", "cancelled"}
+        for name in pair:
+            check_idle(cluster, name, seconds=8)
+            state = cluster.inspect(name)
+            assert state["epoch"] == before[name] and state["stale"] > 0, "counted and ignored"

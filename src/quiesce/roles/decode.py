@@ -20,7 +20,7 @@ from quiesce.engine.sampler import Sampled
 from quiesce.roles.generation import Generation, Owner
 from quiesce.roles.late import Asking
 from quiesce.roles.legs import WorkerLeg
-from quiesce.roles.prefill_peers import PrefillPeers
+from quiesce.roles.prefill_peers import NoLink, PrefillPeers
 from quiesce.roles.report import generation_samples, lender_samples
 from quiesce.roles.sequence import Outcome, Sequence
 from quiesce.roles.settings import WorkerSettings
@@ -81,8 +81,8 @@ class DecodeWorker(Worker):
             return
         try:
             self.peers.reach(leg.start.prefill)
-        except ValueError as error:
-            self.say_end(leg, "refused", 400, str(error))
+        except NoLink as error:
+            self.say_end(leg, "refused", error.status, str(error))
             return
         self.waiting.append(leg)
 

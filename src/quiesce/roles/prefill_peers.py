@@ -19,6 +19,15 @@ log = logging.getLogger("quiesce.sessions")
 
 HELLO_FIRST, HELLO_MOST = 0.1, 2.0  # seconds between repeats of HELLO
 UNREACHABLE = 3.0  # seconds in which a new peer must answer
+MAX_PEERS = 256  # links, those that lead nowhere included
+
+
+class NoLink(Exception):
+    """No link to that address can be opened. `status` is what the request ends with."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 @dataclass(eq=False)
@@ -59,13 +68,15 @@ class PrefillPeers:
         self.peers: dict[int, PrefillPeer] = {}
 
     def reach(self, address: Address) -> PrefillPeer:
-        """Raises ValueError for an address that means nothing."""
+        """Raises NoLink for an address that means nothing, and when there are too many links already."""
         peer = self.peers.get(address.epoch)
         if peer is None:
+            if len(self.peers) >= MAX_PEERS:
+                raise NoLink(503, f"{MAX_PEERS} links to prefill workers are open already, dead ones included")
             try:
                 link = Link(self._context, address.endpoint, address.public_key, self._keys)
             except (zmq.ZMQError, ValueError) as error:
-                raise ValueError(f"the address of prefill {address.name} cannot be used: {error}") from error
+                raise NoLink(400, f"the address of prefill {address.name} cannot be used: {error}") from error
             handshake = Handshake(self._epoch, 0, self._fingerprint, lambda: secrets.randbits(63))
             peer = self.peers[address.epoch] = PrefillPeer(address, link, handshake, time.monotonic())
             self._poller.register(link.socket, zmq.POLLIN)
