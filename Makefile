@@ -18,7 +18,7 @@ SUITABLE = import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for name in python3 python python3.11 python3.12 python3.13 python3.14; do \
 	if $$name -c '$(SUITABLE)' >/dev/null 2>&1; then command -v $$name; break; fi; done)
 
-.PHONY: help setup serve test quick bench lint format lock clean
+.PHONY: help setup serve test quick soak bench lint format lock clean
 help: ## show this
 	@awk -F ' ## ' '/^[a-z]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 	@printf '%s\n' '' \
@@ -62,6 +62,12 @@ test: $(TESTING) lint ## check and test everything, real model and real processe
 
 quick: $(TESTING) ## test without the slow tests
 	@$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+
+SOAK_MODEL := build/soak-model
+soak: $(TESTING) ## ten rounds of the crash matrix over real processes (about half an hour; ARGS="--rounds 1 --only mover")
+	@PYTHONPATH=tests $(BIN)/python -c "from pathlib import Path; from tiny_model import make_tiny_llama; \
+	  make_tiny_llama(Path('$(SOAK_MODEL)'), layers=4)"
+	@$(BIN)/python -m quiesce.lab.crash $(SOAK_MODEL) $(ARGS)
 
 bench: $(TESTING) ## measure the engine beside transformers, start-up and latency (wants a quiet machine)
 	@$(BIN)/python -m bench.run $(ARGS)

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from quiesce.channel import KeyPair, KeyRing, Link, Listener, start_authenticator
+from quiesce.channel import KeyPair, KeyRing, Link, LinkEvent, Listener, start_authenticator
 from quiesce.core.messages import (
     Address,
     Cancel,
@@ -52,6 +52,8 @@ class LabRequest:
     arrivals: list[float] = field(default_factory=list)  # when each message with tokens came
     ends: dict[str, list[Ended]] = field(default_factory=dict)
     cancelled: bool = False
+    lost: dict[str, str] = field(default_factory=dict)  # worker that will never say its last word -> why
+    errors: list[str] = field(default_factory=list)  # what its client was told instead of an answer
 
     @property
     def answerer(self) -> str:
@@ -59,7 +61,12 @@ class LabRequest:
 
     @property
     def over(self) -> bool:
-        return all(self.ends.get(worker) for worker in self.workers)
+        return all(self.ends.get(worker) or worker in self.lost for worker in self.workers)
+
+    @property
+    def told(self) -> bool:
+        """The client has its answer or an error."""
+        return bool(self.errors) or self.outcome is not None
 
     @property
     def outcome(self) -> str | None:
@@ -73,6 +80,7 @@ class LabWorker:
     role: str
     process: subprocess.Popen[bytes]
     killed: bool = False
+    heard: float = 0.0  # when its last heartbeat was read
     address: Address | None = None
     link: Link | None = None
     inspected: Inspected | None = None
@@ -88,13 +96,18 @@ class Cluster:
         self.keys = run_dir / "keys"
         self.ring = KeyRing(self.keys / "ring")
         self.router_keys = self._key("router")
-        self.context: zmq.Context[Any] = zmq.Context()
-        self.authenticator = start_authenticator(self.context, self.ring)
-        self.registry = Listener(self.context, f"ipc://{run_dir}/registry.sock", self.router_keys)
+        self.router_epoch = ROUTER_EPOCH
         self.workers: dict[str, LabWorker] = {}
         self.requests: dict[str, LabRequest] = {}
         self._log = (log or run_dir / "workers.log").open("ab")
         self._inspections = 0
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._open_registry()
+
+    def _open_registry(self) -> None:
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.authenticator = start_authenticator(self.context, self.ring)
+        self.registry = Listener(self.context, f"ipc://{self.run_dir}/registry.sock", self.router_keys)
 
     def _key(self, name: str) -> KeyPair:
         self.keys.mkdir(parents=True, exist_ok=True)
@@ -107,11 +120,26 @@ class Cluster:
 
     def spawn(self, role: str, name: str, faults: Faults | None = None, **settings: Any) -> LabWorker:
         """Starts a worker, or a successor under the same name; `wait_for` tells when it serves."""
-        if not (self.keys / f"{name}.key").exists():
-            self._key(name)
+        return self.install(role, name, self.launch(role, name, faults, **settings))
+
+    def install(self, role: str, name: str, process: subprocess.Popen[bytes]) -> LabWorker:
+        """The process bears the name from now on; one that was launched `held` is let go."""
         before = self.workers.get(name)
         if before is not None and before.link is not None:
+            self.went_down(before)
             before.link.close()
+        if process.stdin is not None:
+            process.stdin.write(b"go\n")
+            process.stdin.close()
+        worker = self.workers[name] = LabWorker(name, role, process)
+        return worker
+
+    def launch(
+        self, role: str, name: str, faults: Faults | None = None, *, held: bool = False, **settings: Any
+    ) -> subprocess.Popen[bytes]:
+        """Starts a process. `held`: it loads the model and waits for `install`, so that it serves at once then."""
+        if not (self.keys / f"{name}.key").exists():
+            self._key(name)
         plain = {
             "role": role,
             "name": name,
@@ -127,13 +155,15 @@ class Cluster:
             **self.common,
             **settings,
         }
-        path = self.run_dir / f"{name}.json"
-        path.write_bytes(msgspec.json.encode(Spec(plain, faults or Faults())))
+        path = self.run_dir / f"{name}-{len(self._processes)}.json"
+        path.write_bytes(msgspec.json.encode(Spec(plain, faults or Faults(), held)))
         process = subprocess.Popen(
-            [sys.executable, "-m", "quiesce.lab.worker", str(path)], stderr=self._log, stdin=subprocess.DEVNULL
+            [sys.executable, "-m", "quiesce.lab.worker", str(path)],
+            stderr=self._log,
+            stdin=subprocess.PIPE if held else subprocess.DEVNULL,
         )
-        worker = self.workers[name] = LabWorker(name, role, process)
-        return worker
+        self._processes.append(process)
+        return process
 
     def wait_for(self, *names: str, seconds: float = 60.0) -> None:
         self.until(lambda: all(self._serves(name) for name in names), seconds, f"{names} to register")
@@ -170,7 +200,7 @@ class Cluster:
         for name in workers:
             leg = Start(
                 rid=rid,
-                router_epoch=ROUTER_EPOCH,
+                router_epoch=self.router_epoch,
                 room=room,
                 token_ids=request.prompt,
                 sampling=sampling,
@@ -200,20 +230,29 @@ class Cluster:
         for received in self.registry.receive():
             if isinstance(received.message, Register):
                 self._registered(received.message)
-                self.registry.send(received.sender, Registered(ROUTER_EPOCH))
+                self.registry.send(received.sender, Registered(self.router_epoch))
         for worker in list(self.workers.values()):
             if worker.link is None:
                 continue
-            worker.link.state_changes()
+            was_up = worker.link.is_up
+            down = [change for change in worker.link.state_changes() if change is LinkEvent.DOWN]
             for message in worker.link.receive():
                 heard = True
                 self._take(worker, message)
+            if was_up and down:
+                self.went_down(worker)
         if not heard:
             self.registry.socket.poll(TURN_MS)
 
+    def went_down(self, worker: LabWorker) -> None:
+        """The connection to it closed: it is dead, or has gone away."""
+
     def _registered(self, register: Register) -> None:
         worker = self.workers.get(register.address.name)
-        if worker is None or worker.address == register.address:
+        if worker is None:
+            return
+        worker.heard = time.monotonic()
+        if worker.address == register.address:
             return
         if worker.address is not None and worker.link is not None:
             worker.link.close()
@@ -234,9 +273,16 @@ class Cluster:
         elif isinstance(message, Ended):
             request.ends.setdefault(worker.name, []).append(message)
             if message.outcome in ("failed", "refused", "cancelled"):
-                for name in request.workers:
-                    if not request.ends.get(name) and self.workers[name].process.poll() is None:
-                        self._send(name, Cancel(request.rid, message.reason))
+                if worker.name != request.answerer and not request.tokens:
+                    request.errors.append(message.reason)
+                self.give_up(request, message.reason)
+
+    def give_up(self, request: LabRequest, reason: str) -> None:
+        """Ends the legs that are still open, as far as their workers can be reached."""
+        for name in request.workers:
+            link = self.workers[name].link
+            if not request.ends.get(name) and name not in request.lost and link is not None:
+                link.send(Cancel(request.rid, reason))
 
     def until(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
         limit = time.monotonic() + seconds
@@ -246,6 +292,12 @@ class Cluster:
             for worker in self.workers.values():
                 if not worker.killed and worker.process.poll() is not None:
                     raise RuntimeError(f"{worker.name} exited with {worker.process.returncode}, see {self._log.name}")
+            self.turn()
+
+    def until_time(self, seconds: float) -> None:
+        """Goes on listening for so long."""
+        limit = time.monotonic() + seconds
+        while time.monotonic() < limit:
             self.turn()
 
     def inspect(self, name: str, seconds: float = 10.0, page: int | None = None) -> dict[str, Any]:
@@ -258,17 +310,30 @@ class Cluster:
         assert worker.inspected is not None
         return {**worker.inspected.state, "samples": worker.inspected.samples}
 
-    def close(self) -> None:
+    def router_dies(self) -> None:
+        """Every socket of the router closes, as its process's would. Nothing but `router_returns` may follow."""
         for worker in self.workers.values():
-            if worker.process.poll() is None:
-                worker.process.send_signal(signal.SIGCONT)
-                worker.process.kill()
-            worker.process.wait()
             if worker.link is not None:
                 worker.link.close()
+            worker.link = worker.address = None
         self.registry.close()
         self.authenticator.stop()
         self.context.term()
+
+    def router_returns(self) -> None:
+        """A new process at the same address, with the same key and a new epoch."""
+        self.router_epoch += 1
+        self._open_registry()
+
+    def close(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+            process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+        self.router_dies()
         self._log.close()
 
     def __enter__(self) -> Cluster:

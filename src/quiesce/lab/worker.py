@@ -38,6 +38,7 @@ class Faults(msgspec.Struct, frozen=True):
 class Spec(msgspec.Struct, frozen=True):
     settings: dict[str, Any]
     faults: Faults = Faults()
+    held: bool = False  # load the model, then wait for a line on stdin before there is a socket
 
 
 def settings_from(plain: dict[str, Any]) -> WorkerSettings:
@@ -70,6 +71,8 @@ def main(path: str) -> int:
     settings = settings_from(spec.settings)
     configure_logging(settings.log_level, settings.log_format, settings.name)
     engine = make_engine(settings)
+    if spec.held and not sys.stdin.readline():
+        return 0  # whoever held it is gone
     if settings.role == "colocated":
         colocated = ColocatedWorker(settings, engine)
         retract_every(colocated, spec.faults.retract_every)
