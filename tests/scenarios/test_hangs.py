@@ -108,7 +108,8 @@ def stranger(number: int, endpoint: str) -> Address:
 def test_scenario_c49_dead_prefill_addresses_stop_nobodys_tokens(tiny: Path, run_dir: Path, oracle: Oracle) -> None:
     prompts = prompts_of(8, 20, 49)
     expected = oracle(prompts, 480)
-    with Cluster(tiny, run_dir, max_total_tokens=16 * CONTEXT, **SIZES) as cluster, black_hole() as silent:
+    sizes = {"max_total_tokens": 16 * CONTEXT, "hold_timeout": 3.0, **SIZES}
+    with Cluster(tiny, run_dir, **sizes) as cluster, black_hole() as silent:
         cluster.spawn("prefill", PAIR[0])
         cluster.spawn("decode", PAIR[1])
         cluster.wait_for(*PAIR)

@@ -13,6 +13,7 @@ HIGH_WATER = 1024  # messages queued in each direction, per peer
 CURVE_OVERHEAD = 256  # bytes that sealing adds to a message on the wire
 RECONNECT_MS = (50, 1000)
 HANDSHAKE_MS = 5_000
+PATIENT_HANDSHAKE_MS = 600_000  # for links: a peer that is stopped accepts and is silent until it goes on
 
 
 def apply_bounds(socket: zmq.Socket[bytes]) -> None:
@@ -39,6 +40,7 @@ def configure_listener(socket: zmq.Socket[bytes], keys: KeyPair) -> None:
 
 def configure_link(socket: zmq.Socket[bytes], server_public_key: str, keys: KeyPair) -> None:
     apply_bounds(socket)
+    socket.set(zmq.HANDSHAKE_IVL, PATIENT_HANDSHAKE_MS)
     socket.set(zmq.IMMEDIATE, 1)  # queue for a peer that is there, never for one that may come
     socket.set(zmq.RECONNECT_IVL, RECONNECT_MS[0])
     socket.set(zmq.RECONNECT_IVL_MAX, RECONNECT_MS[1])

@@ -127,6 +127,11 @@ class Link(_End):
         return self._state.current is LinkEvent.UP
 
     @property
+    def is_down(self) -> bool:
+        """As of the last `state_changes()`; False also while it is not known yet."""
+        return self._state.current is LinkEvent.DOWN
+
+    @property
     def refused(self) -> bool:
         """The listener does not know our key. ZeroMQ does not try again: only a new link can get in."""
         return self._state.refused

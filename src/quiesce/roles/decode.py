@@ -66,6 +66,7 @@ class DecodeWorker(Worker):
             engine.fingerprint,
             transport.descriptor(),
             lambda epoch: transport.generation(epoch) is not None,
+            settings.hold_timeout,
         )
         self.waiting: deque[WorkerLeg] = deque()
         self.received = 0  # prompt tokens that came over hand-offs

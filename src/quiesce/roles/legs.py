@@ -11,7 +11,7 @@ from quiesce.core.pairing import pairing_digest
 from quiesce.engine.sampler import Sampled
 
 OUTBOX_LIMIT = 65_536  # messages a router may be behind before it is given up
-LAST_WORDS_SECONDS = 30.0  # how long they are kept for a router that reads nothing
+LAST_WORDS_SECONDS = 600.0  # how long they are kept for a router that reads nothing and is not known to be dead
 
 
 class Sender(Protocol):
@@ -131,6 +131,10 @@ class Legs:
             elif now - outbox.moved > LAST_WORDS_SECONDS and not self.of(router):
                 del self.outbox[router]  # last words to a router that is gone; one that is only slow takes them
         return lost
+
+    def drop(self, router: bytes) -> None:
+        """It is dead: nothing is kept for it."""
+        self.outbox.pop(router, None)
 
     def of(self, router: bytes) -> list[WorkerLeg]:
         return [leg for leg in self.by_rid.values() if leg.router == router]

@@ -18,7 +18,7 @@ from quiesce.core.session import Handshake
 log = logging.getLogger("quiesce.sessions")
 
 HELLO_FIRST, HELLO_MOST = 0.1, 2.0  # seconds between repeats of HELLO
-UNREACHABLE = 3.0  # seconds in which a new peer must answer
+UNREACHABLE = 3.0  # seconds in which a new peer must be reached; one that is there and silent has the hold timeout
 MAX_PEERS = 256  # links, those that lead nowhere included
 
 
@@ -57,7 +57,9 @@ class PrefillPeers:
         fingerprint: Fingerprint,
         descriptor: bytes,
         attached: Callable[[int], bool],
+        patience: float,
     ) -> None:
+        """`patience`: seconds in which a peer that was reached must answer."""
         self._context = context
         self._poller = poller
         self._keys = keys
@@ -65,6 +67,7 @@ class PrefillPeers:
         self._fingerprint = fingerprint
         self._descriptor = descriptor
         self._attached = attached
+        self._patience = patience
         self.peers: dict[int, PrefillPeer] = {}
 
     def reach(self, address: Address) -> PrefillPeer:
@@ -90,8 +93,9 @@ class PrefillPeers:
         """Why requests should stop waiting for this peer, or None."""
         if peer.refusal is not None:
             return f"prefill {peer.address.name} refused the session: {peer.refusal}"
-        if not peer.taken and time.monotonic() - peer.opened > UNREACHABLE:
-            return f"prefill {peer.address.name} did not answer within {UNREACHABLE:.0f} s"
+        waited = time.monotonic() - peer.opened
+        if not peer.taken and waited > (UNREACHABLE if peer.link.is_down else self._patience):
+            return f"prefill {peer.address.name} did not answer within {waited:.1f} s"
         return None
 
     def forget_hopeless(self, wanted: set[int]) -> None:

@@ -190,6 +190,7 @@ class Worker(ABC):
             log.log(logging.WARNING if orphans else logging.INFO, "router %016x is gone", gone)
             for leg in orphans:
                 self.give_up(leg, "cancelled", 499, "the router is gone")
+                self.legs.drop(leg.router)
 
     def _dispatch(self, received: Received) -> None:
         message = received.message
