@@ -202,3 +202,28 @@ cluster.play(story)
         if time.monotonic() > deadline:
             pytest.fail("children of a killed supervisor live on")
         time.sleep(0.01)
+
+
+def test_a_worker_that_falls_silent_long_after_its_start_is_given_the_whole_time_again(tmp_path: Path) -> None:
+    """As one that is stopped and goes on: not known to be dead, so not ended for having started long ago."""
+    cluster = obedient(tmp_path, timing=Timing(drain=5.0, start=2.5, grace=5.0))
+
+    async def story() -> None:
+        await cluster.until(lambda: cluster.ready_calls)
+        child = cluster.children["decode-0"]
+        child.waiting_since -= 3600.0  # it was started an hour ago
+        first = child.epoch
+        cluster.ready.discard("decode-0")
+        await cluster.until(lambda: child.restarts.ready_since is None)
+        cluster.ready.add("decode-0")
+        await cluster.until(lambda: child.restarts.ready_since is not None)
+        assert child.epoch == first, "it went on, and was left alone"
+        cluster.ready.discard("decode-0")
+        began = time.monotonic()
+        await cluster.until(lambda: child.epoch != first)
+        assert time.monotonic() - began >= 2.5, "only one that stays away for so long is ended"
+        cluster.ready.add("decode-0")
+        await cluster.until(lambda: "decode-0 is ready again" in cluster.output)
+        cluster.supervisor.stop()
+
+    assert cluster.play(story) == 0

@@ -41,7 +41,7 @@ class Child:
     restarts: Restarts = field(default_factory=Restarts)
     process: Process | None = None
     epoch: int = 0
-    started: float = 0.0
+    waiting_since: float = 0.0  # its start, or when it was last seen to be no longer ready
     told: float = 0.0  # when it was last said that its start takes long
     killed_for: str = ""
     pending: asyncio.TimerHandle | None = None
@@ -115,7 +115,7 @@ class Supervisor:
     def _launch(self, child: Child) -> None:
         child.pending = None
         child.epoch = new_epoch()
-        child.started = child.told = time.monotonic()
+        child.waiting_since = child.told = time.monotonic()
         child.killed_for = ""
         child.ended.clear()
         try:
@@ -175,6 +175,7 @@ class Supervisor:
             elif child.restarts.ready_since is not None:
                 if health.answers:
                     child.restarts.unready()
+                    child.waiting_since = child.told = now
             else:
                 starting = True
                 self._hasten(child, health, now)
@@ -186,9 +187,9 @@ class Supervisor:
     def _hasten(self, child: Child, health: Health, now: float) -> None:
         """A start that takes long is talked about, and ended when it takes too long."""
         if child.plan.is_router:
-            since = child.started
+            since = child.waiting_since
         elif self._answering_since is not None:
-            since = max(child.started, self._answering_since)
+            since = max(child.waiting_since, self._answering_since)
         else:
             return  # it cannot be ready before the router is
         waited = now - since
@@ -198,7 +199,7 @@ class Supervisor:
         elif now - child.told >= WAITING_NOTE:
             child.told = now
             why = f": {health.missing}" if health.missing else ""
-            self._console.say(f"waiting for {child.plan.name}, {now - child.started:.0f} s so far{why}")
+            self._console.say(f"waiting for {child.plan.name}, {now - child.waiting_since:.0f} s so far{why}")
 
     def _watch_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
