@@ -4,14 +4,17 @@ decoding. What each cell must show is in `quiesce.lab.crash`; `make soak` runs t
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from quiesce.core.messages import Sampling
 from quiesce.lab.crash import ACTIONS, CELLS, STATES, VICTIMS, Cell, CellError, Matrix
-from quiesce.lab.patient import PatientRouter
+from quiesce.lab.patient import PAIR, PREFILL, PatientRouter
+from quiesce.roles.prefill_peers import UNREACHABLE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -36,3 +39,21 @@ def test_who_waits_is_told_or_answered_and_nothing_is_left(matrix: Matrix, cell:
 
 def test_the_matrix_is_whole() -> None:
     assert len(set(CELLS)) == len(VICTIMS) * len(ACTIONS) * len(STATES) == 64
+
+
+def test_a_prefill_that_is_stopped_before_its_first_session_costs_no_request(
+    tiny: Path, run_dir: Path, oracle: Callable[..., list[list[int]]]
+) -> None:
+    """It accepts the connection, because its kernel does, and says nothing for longer than a dead one is given."""
+    prompt = list(range(10, 60))
+    with PatientRouter(tiny, run_dir, hold_timeout=20.0) as cluster:
+        for name in PAIR:
+            cluster.spawn(name.partition("-")[0], name, max_total_tokens=1024)
+        cluster.wait_for(*PAIR)
+        cluster.kill(PREFILL, signal.SIGSTOP)
+        request = cluster.start(prompt, Sampling(max_tokens=8, ignore_eos=True), PAIR)
+        cluster.until_time(UNREACHABLE + 3.0)  # also longer than a listener waits for a handshake
+        assert not request.told
+        cluster.kill(PREFILL, signal.SIGCONT)
+        cluster.until(lambda: request.over, 20, "the answer")
+        assert request.outcome == "length" and request.tokens == oracle([prompt], 8)[0]

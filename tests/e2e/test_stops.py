@@ -1,0 +1,90 @@
+"""Processes of the product that are stopped for longer than the hold timeout, and restarts in every order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from e2e.conftest import QUICK, SIZES, short_folder, warmed
+from e2e.product import Product, until
+from e2e.streams import Stream
+from e2e.test_kills import LONG, PROBE, WORKERS, decoding, prefilling, recovers
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+HOLD = 5.0  # seconds, as the servers of these tests have it
+ANSWER = 900  # tokens of `decoding`
+PROBED = 6.0  # within so many seconds /health knows of a worker that is silent
+
+
+@pytest.fixture(scope="module")
+def serve(tiny: Path) -> Iterator[Product]:
+    """Answers that are compared do not depend on who else is in the batch."""
+    with short_folder() as path, Product(tiny, Path(path), *SIZES, *QUICK, "--deterministic") as product:
+        yield warmed(product)
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[float]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield time.monotonic()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def told(stream: Stream, since: float) -> None:
+    """An error once the hold timeout has passed, and not much later."""
+    stream.socket.settimeout(HOLD + 3.0)
+    stream.to_end()
+    assert HOLD - 1.0 < time.monotonic() - since < HOLD + 3.0
+    assert stream.error is not None and not stream.whole
+
+
+def test_scenario_g37_health_is_red_while_a_worker_is_stopped_and_clients_are_told_after_the_hold_timeout(
+    serve: Product,
+) -> None:
+    right, before = serve.ask(PROBE), serve.epochs()
+    for name in sorted(WORKERS):
+        stream = decoding(serve) if name == "decode-0" else prefilling(serve)
+        with stopped(serve.pid(name)) as since:
+            until(lambda: not serve.healthy(), PROBED, "health to say so")
+            late = serve.http.post("/v1/completions", json={"model": serve.name, "prompt": PROBE, "max_tokens": 1})
+            assert late.status_code == 503 and late.headers["retry-after"], "a new request is told at once"
+            told(stream, since)
+        recovers(serve, right, before, set())
+
+
+def test_a_router_stopped_beyond_the_hold_timeout_goes_on_where_it_was(serve: Product) -> None:
+    right, answer, before = serve.ask(PROBE), serve.ask(PROBE, ANSWER), serve.epochs()
+    long_answer = serve.ask(LONG, 4)
+    streams = [decoding(serve), prefilling(serve)]
+    with stopped(serve.pid("router")):
+        time.sleep(HOLD + 2.0)  # the length of the pause is what is tested
+    for stream, text in zip(streams, (answer, long_answer), strict=True):
+        stream.to_end()
+        assert stream.whole and stream.text == text
+    recovers(serve, right, before, set())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "names", [("prefill-0",), ("decode-0",), ("prefill-0", "decode-0"), ("router",)], ids="+".join
+)
+def test_scenario_h7_only_requests_in_flight_fail_when_a_process_restarts_under_its_name(
+    serve: Product, names: tuple[str, ...], number: signal.Signals
+) -> None:
+    right, before = serve.ask(PROBE), serve.epochs()
+    for _ in range(4):
+        assert serve.ask(PROBE) == right
+    for pid in [serve.pid(name) for name in names]:
+        os.kill(pid, number)
+    recovers(serve, right, before, {name for name in names if name != "router"})
+    for _ in range(5):
+        assert serve.ask(PROBE) == right
