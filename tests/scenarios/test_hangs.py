@@ -160,7 +160,7 @@ def test_scenario_c52_a_write_in_progress_for_ever_costs_its_own_request_only(
 ) -> None:
     prompts = prompts_of(16, 60, 52)
     expected = oracle(prompts, 4)
-    with Cluster(tiny, run_dir, hold_timeout=12.0, max_total_tokens=8192, **SIZES) as cluster:
+    with Cluster(tiny, run_dir, hold_timeout=9.0, max_total_tokens=8192, **SIZES) as cluster:
         cluster.spawn("prefill", PAIR[0], Faults(stuck_write=1))
         cluster.spawn("decode", PAIR[1])
         cluster.wait_for(*PAIR)
@@ -180,7 +180,7 @@ def test_scenario_c52_a_write_in_progress_for_ever_costs_its_own_request_only(
         if not state["closed_by"].get("fenced"):  # the fence has not come yet: all but those pages is free
             assert state["pages"]["held"] + state["pages"]["retained"] == pages
             assert state["pages"]["free"] == state["pages"]["total"] - pages
-        check_idle(cluster, PAIR[1], seconds=14, boot=boot[PAIR[1]])
+        check_idle(cluster, PAIR[1], seconds=12, boot=boot[PAIR[1]])
         closed = cluster.inspect(PAIR[1])["closed_by"]
         assert closed.get("fenced", 0) + closed.get("gone", 0) == 1, "by a fence, not by time"
         # The posting side keeps its own pages under the handle that never ends, and nothing else.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import time
@@ -52,9 +53,9 @@ def test_scenario_j14_aborts_around_the_deadline_with_prefill_stopped(
             for request in due:
                 at = request.started + wave[request]
                 cluster.until(lambda at=at: time.monotonic() >= at, 10, "the moment of an abort")
-                cluster.cancel(request)
-                if draw.random() < 0.2:
-                    cluster.cancel(request)  # aborting twice is harmless
+                for _ in range(1 + (draw.random() < 0.2)):  # aborting twice is harmless
+                    with contextlib.suppress(RuntimeError):  # prefill's queue is full: its leg ends by its deadline
+                        cluster.cancel(request)
             until_answered(cluster, wave, 10)
             if last:
                 for name in DECODES:
