@@ -13,13 +13,15 @@ import pytest
 
 from quiesce import cli
 from quiesce.ops import serve as serve_module
-from quiesce.ops.serve import Serve
+from quiesce.ops.run_dir import RunDir
+from quiesce.ops.serve import Serve, make_plans
 from quiesce.options import (
     SUPERVISED,
     EngineOptions,
     HandOffOptions,
     HttpOptions,
     ProcessOptions,
+    SilenceOptions,
     SizeOptions,
     arguments,
 )
@@ -225,8 +227,25 @@ def test_what_serve_passes_to_a_worker_comes_out_as_the_same_settings(
     ]
 
 
+def test_serve_gives_the_hold_timeout_to_router_and_workers_alike(model: Path, asked: list[Serve]) -> None:
+    assert cli.main(["serve", str(model), "--hold-timeout", "7.5"]) == 0
+    run_dir = RunDir()
+    try:
+        for plan in make_plans(asked[0], run_dir):
+            assert "--hold-timeout=7.5" in plan.command(1), plan.name
+    finally:
+        run_dir.remove()
+
+
 def test_every_option_is_passed_on_whatever_its_value() -> None:
-    for group in (HttpOptions(), SizeOptions(7), EngineOptions(), HandOffOptions(), ProcessOptions()):
+    for group in (
+        HttpOptions(),
+        SizeOptions(7),
+        EngineOptions(),
+        HandOffOptions(),
+        SilenceOptions(),
+        ProcessOptions(),
+    ):
         assert len(arguments(group)) == len(fields(group))
 
 

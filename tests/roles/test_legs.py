@@ -62,3 +62,11 @@ def test_a_router_too_far_behind_loses_its_legs() -> None:
         legs.tokens(leg, Sampled(token))
     assert legs.flush(0.0) == [ROUTER]
     assert legs.of(ROUTER) == [leg] and not legs.outbox
+
+
+def test_nothing_is_kept_for_a_router_that_is_known_to_be_dead() -> None:
+    legs = Legs(Queue(room=0))
+    leg = running(legs)
+    legs.end(leg, Ended(leg.rid, "cancelled"))
+    legs.drop(ROUTER)
+    assert not legs.outbox
