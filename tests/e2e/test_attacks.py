@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 PROBE = [30, 31, 32, 33]
 PROMPTS = [[40 + i] * length for i, length in enumerate((1, 3, 15, 16, 17, 63, 64, 65, 130, 300))]
 ANSWER = 40
-GROWTH = 96  # MiB that a process may gain in one test: kernels are cached by shape, and a crowd brings many shapes
+GROWTH = 48  # MiB that a process may gain in one test: kernels are cached by shape, and a crowd brings many shapes
 
 
 @pytest.fixture(scope="module")
