@@ -2,9 +2,6 @@
 
 `Borrower` holds every (transfer, lender rank) that one prefill rank was offered. What it must never do is say
 DRAINED while anything it posted may still land; what it must never forget is what it posted. Read `TABLE` first.
-
-Order within a post: count up, read the stop flag, post. Order of an outcome: taint, count down, look whether to
-answer. One thread runs this machine, so "in this order" is the order of the lines.
 """
 
 from __future__ import annotations
@@ -12,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quiesce.core.borrowing import (
-    Chunk,
     ChunkReady,
     Complete,
     DrainSaid,
@@ -20,7 +16,6 @@ from quiesce.core.borrowing import (
     Fault,
     LenderGone,
     LenderUp,
-    Outcome,
     Paired,
     PostEnded,
     Record,
@@ -43,6 +38,7 @@ from quiesce.core.messages import (
     Refused,
     Tainted,
 )
+from quiesce.core.posting import Chunk, Outcome
 from quiesce.core.proofs import LeaseKey, ProofKind
 from quiesce.core.records import Records
 
@@ -76,10 +72,7 @@ class Borrower(Records):
         if isinstance(event, Heard):
             return self._heard(event)
         if isinstance(event, LenderUp):
-            if event.epoch in self.gone:
-                return self._drop()  # its records were forgotten: "unknown" of it would prove nothing (guard A14)
-            self.lenders.add(event.epoch)
-            return []
+            return [] if self._up(event.epoch) else self._drop()
         if isinstance(event, LenderGone):
             return self._lender_gone(event)
         leg = event.about if isinstance(event, Fired) else event.leg
@@ -154,19 +147,6 @@ class Borrower(Records):
         record.queue.append(chunk)
         return self._pump(record)
 
-    def _pump(self, record: Record) -> list[Action]:
-        """Posts what the window allows. Before each single post: count up, read the stop flag, post (guard A2)."""
-        actions: list[Action] = []
-        while record.queue and record.count < self.window:
-            self._posts += 1
-            record.posts.add(self._posts)
-            if record.stop:
-                record.posts.discard(self._posts)
-                record.queue.clear()
-                break
-            actions.append(self._post(record, record.queue.popleft(), self._posts))
-        return actions
-
     def _post(self, record: Record, chunk: Chunk, number: int) -> Post:
         assert record.offer is not None
         if not record.lent:
@@ -190,13 +170,9 @@ class Borrower(Records):
         return self._done_if_landed(record)
 
     def _post_ended(self, record: Record, event: PostEnded) -> list[Action]:
-        if event.number not in record.posts:
-            return self._drop()  # told twice: the count falls once a post (guard A1)
+        if not self._count_down(record, event.number, event.outcome):
+            return self._drop()
         actions: list[Action] = []
-        if event.outcome is Outcome.UNKNOWN:
-            record.tainted = True
-            self.taints += 1
-        record.posts.remove(event.number)
         if record.state is State.OPEN:
             if event.outcome is Outcome.PLACED:
                 actions += self._pump(record)

@@ -8,6 +8,7 @@ from enum import Enum
 
 from quiesce.core.machine import Fired, Heard
 from quiesce.core.messages import FirstToken, HandOff, Leg, Offer
+from quiesce.core.posting import Chunk, Outcome
 
 
 class State(Enum):
@@ -17,20 +18,6 @@ class State(Enum):
     DONE = "done"
     TAINTED = "tainted"
     TOMBSTONE = "tombstone"
-
-
-class Outcome(Enum):
-    PLACED = "placed"
-    FAILED_CLEAN = "failed clean"
-    UNKNOWN = "unknown"  # an error, a timeout, an exception: an error is not a drain (guard A9)
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Computed pages, in logical order: `source[i]` goes to page `first + i` of the grant."""
-
-    source: tuple[int, ...]
-    first: int
 
 
 @dataclass(slots=True)

@@ -1,13 +1,14 @@
 """Giving a transfer up: HOLDING, ABORT, and the proofs and fences that end it (protocol, sections 3 and 5).
 
-`Holdings` is the half of the lender that starts where a hand-off fails. Nothing in it looks at a clock, and nothing
-in it returns a page: it closes leases, each with its proof, and the ledger does the rest.
+`Holdings` is the half of the lender that starts where a hand-off fails, in push and in pull. Nothing in it looks at
+a clock, and nothing in it returns a page: it closes leases, each with its proof, and the ledger does the rest.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
+from quiesce.core.closed_set import Ids
 from quiesce.core.ledger import Ledger
 from quiesce.core.lending import End, NotRevoked, PeerLost, Published, Revoked, State, Transfer
 from quiesce.core.machine import Action, Arm, Closed, Fired, Lost, Revoke, Send, Timer
@@ -32,20 +33,51 @@ class Holdings:
     """`epoch` is this process's; `expiry` is `hold` or, for operators who want upstream's behaviour, `release`."""
 
     def __init__(
-        self, epoch: int, ledger: Ledger, *, rank: int = 0, expiry: str = "hold", costly_fence: bool = False
+        self,
+        epoch: int,
+        ledger: Ledger,
+        *,
+        rank: int = 0,
+        expiry: str = "hold",
+        costly_fence: bool = False,
+        ids: Ids | None = None,
     ) -> None:
         self.epoch = epoch
         self.rank = rank
+        self.ids = ids or Ids(epoch)  # shared by every machine of a process that mints ids
         self.ledger = ledger
         self.expiry = expiry
         self.costly_fence = costly_fence
         self.transfers: dict[TransferId, Transfer] = {}
-        self.high = 0
-        self.counter = 0
         self.stale = 0
         self.ended: Counter[str] = Counter()
         self._fencing: dict[int, int] = {}  # peer epoch -> generation a fence is running for
         self._granted: dict[int, int] = {}  # peer epoch -> newest generation it was ever granted
+
+    @property
+    def high(self) -> int:
+        return self.ids.high
+
+    def _key(self, leg: Leg) -> LeaseKey:
+        """The lease of one peer: its rank and its epoch are whom to ask, to fence and to believe."""
+        return LeaseKey.write(leg)
+
+    def _before_close(self, peer: Published) -> None:
+        """Something of this lease may be returned next."""
+
+    def _drop(self) -> list[Action]:
+        self.stale += 1
+        return []
+
+    # ------------------------------------------------------------ the closed set
+
+    def listed(self) -> list[int]:
+        """Seqs of which the other side must not forget anything yet (guard N5)."""
+        return [t.tid.seq for t in self.transfers.values() if t.state is not State.COMMITTED]
+
+    def closed_set(self) -> tuple[int, int, list[int]]:
+        """(counter, high, open seqs) where nothing else uses this process's ids."""
+        return self.ids.closed_set(self.listed())
 
     # ------------------------------------------------------------ giving up
 
@@ -72,7 +104,7 @@ class Holdings:
     def _aborts(self, transfer: Transfer) -> list[Action]:
         reason = transfer.cause or "given up"
         return [
-            Send(peer.offer.leg.p_epoch, Abort(peer.offer.leg, reason))
+            Send(self._key(peer.offer.leg).epoch, Abort(peer.offer.leg, reason))
             for peer in transfer.published.values()
             if not peer.proven
         ]
@@ -88,7 +120,7 @@ class Holdings:
 
     def _done_in_holding(self, transfer: Transfer, message: Done) -> list[Action]:
         """A proof for this rank, never a reason to commit (guard L4)."""
-        transfer.published[message.leg.p_rank].done = message
+        transfer.published[self._key(message.leg).rank].done = message
         return self._prove_and_close(transfer, message.leg, ProofKind.COMPLETED)
 
     def _drained(self, transfer: Transfer, message: Drained) -> list[Action]:
@@ -103,21 +135,22 @@ class Holdings:
         return self._prove_and_close(transfer, message.leg, ProofKind.NEVER_STARTED)
 
     def _busy(self, transfer: Transfer, message: Busy) -> list[Action]:
-        transfer.published[message.leg.p_rank].busy = True
+        transfer.published[self._key(message.leg).rank].busy = True
         return []
 
     def _tainted(self, transfer: Transfer, message: Tainted) -> list[Action]:
-        peer = transfer.published[message.leg.p_rank]
+        peer = transfer.published[self._key(message.leg).rank]
         if peer.proven or peer.tainted:
             return []  # repeats start no second fence (guard H17)
         peer.tainted = True
         return self._revoke_all([peer])
 
     def _prove(self, transfer: Transfer, leg: Leg, kind: ProofKind) -> None:
-        peer = transfer.published[leg.p_rank]
-        key = LeaseKey.write(leg)
-        if not peer.proven and self.ledger.close(key, Proof.spoken(kind, key)):
-            peer.proven = True
+        key = self._key(leg)
+        peer = transfer.published[key.rank]
+        if not peer.proven:
+            self._before_close(peer)
+            peer.proven = self.ledger.close(key, Proof.spoken(kind, key))
 
     def _prove_and_close(self, transfer: Transfer, leg: Leg, kind: ProofKind) -> list[Action]:
         self._prove(transfer, leg, kind)
@@ -130,6 +163,11 @@ class Holdings:
         if transfer.state is State.HOLDING and self._all_proven(transfer):
             return self._closed(transfer, transfer.cause or "given up")
         return []
+
+    def _finish(self, transfer: Transfer, event: End) -> list[Action]:
+        """A committed request is over: nothing is lent to a peer any more, so this is the ledger's alone."""
+        self.ledger.end(transfer.tid)
+        return self._closed(transfer, event.reason)
 
     def _closed(self, transfer: Transfer, reason: str) -> list[Action]:
         del self.transfers[transfer.tid]
@@ -144,7 +182,8 @@ class Holdings:
         if self.expiry == "release":
             for peer in unproven:
                 waiver = Waiver(f"--on-hold-expiry=release: {transfer.cause}")
-                peer.proven = self.ledger.waive(LeaseKey.write(peer.offer.leg), waiver)
+                self._before_close(peer)
+                peer.proven = self.ledger.waive(self._key(peer.offer.leg), waiver)
             return self._close_if_proven(transfer)
         if self.costly_fence and any(peer.busy and peer.deferrals < BUSY_DEFERRALS for peer in unproven):
             for peer in unproven:
@@ -159,7 +198,7 @@ class Holdings:
     def _revoke_all(self, peers: list[Published]) -> list[Action]:
         actions: list[Action] = []
         for peer in peers:
-            actions += self._revoke(peer.offer.leg.p_epoch, peer.offer.grant.generation, dead=peer.lost)
+            actions += self._revoke(self._key(peer.offer.leg).epoch, peer.offer.grant.generation, dead=peer.lost)
         return actions
 
     def _revoke(self, epoch: int, generation: int, *, dead: bool) -> list[Action]:
@@ -190,12 +229,13 @@ class Holdings:
         actions: list[Action] = []
         for transfer in list(self.transfers.values()):
             for peer in transfer.published.values():
-                key = LeaseKey.write(peer.offer.leg)
+                key = self._key(peer.offer.leg)
                 if peer.proven or not proof.covers(key, peer.offer.grant.generation):
                     continue
                 if transfer.state in (State.RESERVED, State.OFFERED):
-                    actions += self._hold(transfer, "the prefill engine's access was revoked")
-                peer.proven = self.ledger.close(key, proof)
+                    actions += self._hold(transfer, "the peer's access was revoked")
+                self._before_close(peer)
+                peer.proven = peer.proven or self.ledger.close(key, proof)
                 if not peer.proven:  # it covered some pages only: the rest is asked for again
                     actions.append(Arm(Timer.REFENCE, transfer.tid))
             actions += self._close_if_proven(transfer)
@@ -222,7 +262,7 @@ class Holdings:
         actions: list[Action] = []
         for transfer in self.transfers.values():
             if transfer.state is State.HOLDING and any(
-                not p.proven and p.offer.leg.p_epoch == event.epoch for p in transfer.published.values()
+                not p.proven and self._key(p.offer.leg).epoch == event.epoch for p in transfer.published.values()
             ):
                 self.ledger.retain(transfer.tid)
                 transfer.repeats += 1

@@ -76,21 +76,18 @@ class Lender(Holdings):
         prefix: int = 0,
     ) -> TransferId | None:
         """Pages, a row and a new id for one transfer, or None when the pool has no room for it now."""
-        tid = TransferId(self.epoch, self.high + 1)
+        tid = self.ids.next
         if self.ledger.own(tid, pages) is None:
             return None
-        self.high += 1
+        self.ids.mint()
         self.transfers[tid] = Transfer(tid, room, pairing, tokens, prefix, dict(ranks))
         return tid
 
     def local(self, pages: int) -> TransferId | None:
         """Pages and an id for a request that needs no hand-off (it was retracted and computes its prompt again).
         Never offered to anybody, so it is the ledger's alone."""
-        tid = TransferId(self.epoch, self.high + 1)
-        if self.ledger.own(tid, pages) is None:
-            return None
-        self.high += 1
-        return tid
+        tid = self.ids.next
+        return None if self.ledger.own(tid, pages) is None else self.ids.mint()
 
     def on(self, event: Event) -> list[Action]:
         if isinstance(event, Heard):
@@ -241,19 +238,6 @@ class Lender(Holdings):
         assert not any(key.kind.value == "write" for key in self.ledger.leases(transfer.tid))
         transfer.state = State.COMMITTED
         return [Committed(transfer.tid, speaker.result)]
-
-    def _finish(self, transfer: Transfer, event: End) -> list[Action]:
-        """A committed request is over: nothing is lent to a peer any more, so this is the ledger's alone."""
-        self.ledger.end(transfer.tid)
-        return self._closed(transfer, event.reason)
-
-    # ------------------------------------------------------------ the closed set
-
-    def closed_set(self) -> tuple[int, int, list[int]]:
-        """(counter, high, open seqs): every seq up to `high` that is not listed is closed for ever (guard N5)."""
-        self.counter += 1
-        listed = [t.tid.seq for t in self.transfers.values() if t.state is not State.COMMITTED]
-        return self.counter, self.high, sorted(listed)
 
 
 Row = Callable[..., list[Action]]

@@ -17,6 +17,7 @@ class Timer(Enum):
     REPEAT = "repeat"  # 50 ms doubling to 2 s, jittered by whoever keeps the clock
     DEADLINE = "deadline"
     HOLD = "hold"  # --hold-timeout: starts a fence, never frees
+    LEASE = "lease"  # pull: nothing was heard of the reader for so long
     REFENCE = "refence"  # a fence that was not to be had is asked for again, backed off
 
 
@@ -76,6 +77,15 @@ class Verify:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckGrant:
+    """Pull: look whether this grant is still in force at its source; answer with `Checked`. Asked for after the last
+    PLACED; what was looked at earlier is no answer (guard L10)."""
+
+    leg: Leg
+    grant: Grant
+
+
+@dataclass(frozen=True, slots=True)
 class Committed:
     """Every page is in place and nothing more will land: the request may join a batch."""
 
@@ -107,7 +117,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """One post to make now. Already counted; answer with exactly one `PostEnded`."""
+    """One post to make now: a write in push, a read in pull. Already counted; answer with exactly one `PostEnded`."""
 
     leg: Leg
     number: int
@@ -131,5 +141,5 @@ class Stopped(NamedTuple):
 
 
 Action = (
-    Send | Arm | Revoke | Verify | Committed | Lost | Closed | Opened | Post | TryDrain | Stopped
+    Send | Arm | Revoke | Verify | CheckGrant | Committed | Lost | Closed | Opened | Post | TryDrain | Stopped
 )  # fmt: skip

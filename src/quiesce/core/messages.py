@@ -6,8 +6,7 @@ Three conversations share one encoding and one session layer:
 * the hand-off between a decode rank D and a prefill rank P (`Offer` ... `Tainted`);
 * legs between the router and a worker (`Register`, `Start` ... `Ended`).
 
-Every hand-off message names (transfer id, D rank, P rank, P epoch). `OFFER`, `ACK` and `ABORT` name the P
-epoch they are *for*; answers name the P epoch that *speaks*.
+Every hand-off message names (transfer id, D rank, P rank, P epoch); D means the P epoch it is *for*, P its own.
 """
 
 from __future__ import annotations
@@ -119,7 +118,8 @@ class Unwelcome(Message, frozen=True):
 
 class Ping(Message, frozen=True):
     """`progress` is the engine loop's step counter. `counter, high, open_seqs` are the closed set of this
-    lender rank: every seq up to `high` that is not listed is closed for ever (guard N5, N9)."""
+    lender rank: every seq up to `high` that is not listed is closed for ever (guard N5, N9). `reading`: in pull, what
+    is being read now, whose lease this renews (guard N10)."""
 
     epoch: int
     rank: int
@@ -127,6 +127,7 @@ class Ping(Message, frozen=True):
     counter: int
     high: int
     open_seqs: list[int]
+    reading: tuple[int, ...] = ()
 
 
 class Pong(Message, frozen=True):
@@ -149,31 +150,11 @@ class Reached(Message, frozen=True):
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
-    """Pages a borrower may write, in logical order, under one region generation."""
+    """Pages a borrower may write (push) or read (pull), in logical order, under one generation."""
 
     region: int
     generation: int
     pages: tuple[int, ...]
-
-
-class Offer(Message, frozen=True):
-    leg: Leg
-    room: int
-    pairing: bytes  # digest of (token ids, model, adapter, tenant salt)
-    grant: Grant
-    tokens: int  # valid slots P must fill, counted from `prefix`
-    prefix: int  # tokens D already holds
-    remaining_ms: int
-
-
-class Accept(Message, frozen=True):
-    leg: Leg
-    place: int  # requests ahead in P's queue
-
-
-class Refused(Message, frozen=True):
-    leg: Leg
-    reason: Literal["wrong epoch", "closed", "ended", "full", "unknown epoch"]
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -184,11 +165,45 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):
-    """What rides in DONE of the designated rank: everything decode needs besides KV."""
+    """What rides in DONE (in pull: in OFFER) of the designated rank: everything decode needs besides KV."""
 
     token: int
     cached_tokens: int = 0
     logprob: TokenLogprob | None = None
+
+
+class Request(Message, frozen=True):
+    """Pull, D -> P: compute this prompt and lend its pages. Fields as in `Offer`."""
+
+    leg: Leg
+    room: int
+    pairing: bytes
+    tokens: int
+    prefix: int
+    remaining_ms: int
+
+
+class Offer(Message, frozen=True):
+    """Pages lent: D's to be written (push, D -> P), or P's to be read (pull, P -> D)."""
+
+    leg: Leg
+    room: int
+    pairing: bytes  # digest of (token ids, model, adapter, tenant salt)
+    grant: Grant
+    tokens: int  # valid slots P must fill or has filled, counted from `prefix`
+    prefix: int  # tokens D already holds
+    remaining_ms: int
+    result: FirstToken | None = None  # pull: of the designated rank
+
+
+class Accept(Message, frozen=True):
+    leg: Leg
+    place: int  # requests ahead in P's queue
+
+
+class Refused(Message, frozen=True):
+    leg: Leg
+    reason: Literal["wrong epoch", "closed", "ended", "full", "unknown epoch"]
 
 
 class Done(Message, frozen=True):
@@ -351,7 +366,7 @@ class Inspected(Message, frozen=True):
     state: dict[str, Any]  # JSON-able: ledger, tables, queues; what /debug/ledger shows
 
 
-HandOff = Offer | Accept | Refused | Done | Failed | Ack | Abort | Drained | NeverStarted | Busy | Tainted
+HandOff = Request | Offer | Accept | Refused | Done | Failed | Ack | Abort | Drained | NeverStarted | Busy | Tainted
 Session = Hello | Welcome | Confirm | Unwelcome | Ping | Pong | Await | Reached
 Control = Register | Registered | Exited | Start | Cancel | Tokens | PromptLogprobs | Ended | Inspect | Inspected
 Wire = HandOff | Session | Control

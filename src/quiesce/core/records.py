@@ -10,33 +10,31 @@ from collections import Counter
 from collections.abc import Iterator
 
 from quiesce.core.borrowing import LenderGone, Record, State
+from quiesce.core.closed_set import ClosedSets
 from quiesce.core.ledger import Ledger
 from quiesce.core.machine import Action, Stopped
 from quiesce.core.messages import Leg, Ping, TransferId
+from quiesce.core.posting import Posting
 from quiesce.core.proofs import LeaseKey, Proof, ProofKind
 
 
-class Records:
+class Records(ClosedSets, Posting[Record]):
     """`sources` is this engine's own ledger: pages under a pending post are lent to it (guard H14)."""
 
     def __init__(
         self, epoch: int, sources: Ledger, *, rank: int = 0, window: int = 4, max_records: int = 4096
     ) -> None:
+        ClosedSets.__init__(self)
+        Posting.__init__(self)
         self.epoch = epoch
         self.rank = rank
         self.sources = sources
         self.window = window
         self.max_records = max_records
         self.records: dict[TransferId, dict[int, Record]] = {}  # by transfer, then by lender rank
-        self.lenders: set[int] = set()
-        self.gone: set[int] = set()  # lender epochs that ended, one number for each process that ever did
         self.known = 0
         self.stale = 0
-        self.taints = 0
         self.ended: Counter[str] = Counter()
-        self._posts = 0
-        # (lender epoch, rank) -> (counter, high, open seqs): every other seq up to high is closed for ever
-        self._closed: dict[tuple[int, int], tuple[int, int, frozenset[int]]] = {}
 
     def record(self, leg: Leg) -> Record | None:
         return self.records.get(leg.tid, {}).get(leg.d_rank)
@@ -53,22 +51,13 @@ class Records:
         self.stale += 1
         return []
 
-    def _stop(self, record: Record) -> None:
-        record.stop = True
-        record.queue.clear()
-
     # ------------------------------------------------------------ forgetting
 
-    def _is_closed(self, leg: Leg) -> bool:
-        _, high, open_seqs = self._closed.get((leg.tid.epoch, leg.d_rank), (0, 0, frozenset()))
-        return leg.tid.seq <= high and leg.tid.seq not in open_seqs
-
     def _closed_set(self, ping: Ping) -> list[Action]:
-        """Speaks for that lender rank only. Only so may a record go, and only at count zero (guard N9)."""
-        key = (ping.epoch, ping.rank)
-        if ping.epoch not in self.lenders or ping.counter <= self._closed.get(key, (0, 0, frozenset()))[0]:
+        """Only so may a record go, and only at count zero (guard N9)."""
+        if not self._take(ping):
             return self._drop()
-        self._closed[key] = (ping.counter, ping.high, frozenset(ping.open_seqs))
+        key = (ping.epoch, ping.rank)
         mine = [
             record
             for record in self.all_records()
@@ -77,10 +66,7 @@ class Records:
         return self._close_unanswered(mine, "the lender closed the transfer")
 
     def _lender_gone(self, event: LenderGone) -> list[Action]:
-        self.lenders.discard(event.epoch)
-        self.gone.add(event.epoch)
-        for key in [k for k in self._closed if k[0] == event.epoch]:
-            del self._closed[key]
+        self._is_gone(event.epoch)
         mine = [record for record in self.all_records() if record.leg.tid.epoch == event.epoch]
         return self._close_unanswered(mine, "the decode engine is gone")
 

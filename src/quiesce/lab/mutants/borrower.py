@@ -67,11 +67,11 @@ def n5_done(self: Borrower, record: Record, message: Ack) -> Any:
     "N5 closed", "N5", "the closed set is not asked when an offer comes late", arenas.PINGS, (Borrower, "_unknown")
 )
 def n5_closed(self: Borrower, message: Any) -> Any:
-    closed, self._closed = self._closed, {}
+    sets, self._heard_sets = self._heard_sets, {}
     try:
         return real_unknown(self, message)
     finally:
-        self._closed = closed
+        self._heard_sets = sets
 
 
 @mutant("A14", "A14 H16", "an offer to the engine that ran here before is taken", arenas.CRASH, (Borrower, "_heard"))
