@@ -99,8 +99,18 @@ def test_a_page_size_that_does_not_divide_the_block_is_refused(tiny: Path) -> No
 def test_a_product_that_rounds_by_row_count_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own products of one row do round differently in fp32: probing them must be noticed."""
     monkeypatch.setattr("quiesce.engine.model.PROBE_ROWS", (1, 64))
+    monkeypatch.setattr("quiesce.engine.model.packable", lambda matrix: False)
     with pytest.raises(EngineError, match="rounds differently"):
         Engine(tiny, dtype="float32", pool_pages=8, deterministic=True)
+
+
+def test_packed_matrices_that_round_by_row_count_are_not_used(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the packed layout fails its probe, the plain matrices are taken, provided that they pass."""
+    monkeypatch.setattr(
+        "quiesce.engine.model.rows_that_differ", lambda matrix, plain, bias: 4 if matrix is not plain else None
+    )
+    engine = Engine(tiny, dtype="float32", pool_pages=8, deterministic=True)
+    assert not engine._model.weights.head.is_mkldnn
 
 
 def test_matrices_are_all_probed(exact_engine: Engine) -> None:

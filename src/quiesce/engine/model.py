@@ -10,11 +10,11 @@ from quiesce.engine.batch import MIN_ROWS, Batch
 from quiesce.engine.config import ModelConfig
 from quiesce.engine.errors import EngineError
 from quiesce.engine.kv import KVPool
-from quiesce.engine.product import pack, product
+from quiesce.engine.product import pack, packable, packed, product
 from quiesce.engine.rope import frequencies
 from quiesce.engine.weights import LayerWeights, Weights
 
-PROBE_ROWS = (MIN_ROWS, 7, 64)
+PROBE_ROWS = (MIN_ROWS, 7, 33, 64, 130)
 
 
 class Model:
@@ -30,7 +30,7 @@ class Model:
         self._cos = torch.cat((cos, cos), 1).to(self._device, self._dtype)
         self._sin = torch.cat((-sin, sin), 1).to(self._device, self._dtype)
         if deterministic:
-            check_row_invariance(weights)
+            _pack_for_exact_rows(weights)
         else:
             pack(weights)
 
@@ -106,20 +106,29 @@ class Model:
         return out.view(-1, self._q_size)
 
 
-def check_row_invariance(weights: Weights) -> None:
-    """Raises EngineError if this build's matrix product rounds a row differently by how many rows there are."""
-    probed = set()
+def _pack_for_exact_rows(weights: Weights) -> None:
+    """Packed matrices where they round a row the same however many rows there are, else the plain ones if those do.
+
+    Raises EngineError when neither does on this machine."""
+    kinds = {(matrix.shape, bias is None): (matrix, bias) for matrix, bias in weights.products()}
+    if packable(weights.embedding) and all(rows_that_differ(packed(m), m, b) is None for m, b in kinds.values()):
+        pack(weights)
+        return
+    for matrix, bias in kinds.values():
+        rows = rows_that_differ(matrix, matrix, bias)
+        if rows is not None:
+            raise EngineError(
+                f"deterministic: on this machine a {tuple(matrix.shape)} {matrix.dtype} product of {rows} rows"
+                " rounds differently from a larger one; run without it, or with another dtype or threads"
+            )
+
+
+def rows_that_differ(matrix: torch.Tensor, plain: torch.Tensor, bias: torch.Tensor | None) -> int | None:
+    """How many rows, at least MIN_ROWS, make products with `matrix` round a row differently; None: none found."""
     draw = torch.Generator().manual_seed(0)
-    for matrix, bias in weights.products():
-        kind = (matrix.shape, bias is None)
-        if kind in probed:
-            continue
-        probed.add(kind)
-        x = torch.randn((max(PROBE_ROWS), matrix.shape[1]), generator=draw).to(matrix)
-        whole = F.linear(x, matrix, bias)
-        for rows in PROBE_ROWS:
-            if not torch.equal(F.linear(x[-rows:], matrix, bias), whole[-rows:]):
-                raise EngineError(
-                    f"deterministic: on this machine a {tuple(matrix.shape)} {matrix.dtype} product of {rows} rows"
-                    " rounds differently from a larger one; run without it, or with another dtype or threads"
-                )
+    x = torch.randn((max(PROBE_ROWS), plain.shape[1]), generator=draw).to(plain)
+    whole = product(x, matrix, bias)
+    for rows in PROBE_ROWS:
+        if not torch.equal(product(x[-rows:].contiguous(), matrix, bias), whole[-rows:]):
+            return rows
+    return None
