@@ -25,12 +25,17 @@ SLICE = {
     "mispaired": 1_000,
     "full": 9_000,
     "decodes": 3_000,
+    "pull": 20_000,
+    "pull crash": 15_000,
+    "pull crash two": 20_000,
+    "pull chunks": 40_000,
     "handshake": 6_000,
     "left alone": 4_000,
     "left crash": 3_000,
     "left fence": 3_000,
     "left ranks": 4_000,
     "left decodes": 4_000,
+    "left pull": 20_000,
 }
 
 

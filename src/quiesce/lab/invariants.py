@@ -63,6 +63,7 @@ GLOBAL = (
     "no byte of a transfer lands in a page that another owns, or that a running request reads",
     "no post sends bytes of another request's source page",
     "every byte that may still land is covered by an open lease of its own writer",
+    "every source page that a read may still take from is lent to that reader",
     "no request commits with a hole or with another request's bytes",
     "no request commits with a result that is not the designated rank's for it",
     "a request that was given up never commits",

@@ -6,7 +6,7 @@ from typing import Any
 
 from quiesce.core.borrower import Outcome
 from quiesce.core.machine import Timer
-from quiesce.core.messages import Leg, Offer, Ping, Refused, TransferId
+from quiesce.core.messages import Leg, Offer, Ping, Refused, Request, TransferId
 from quiesce.lab.checker.model import Model
 from quiesce.lab.checker.processes import Event, State, Step
 from quiesce.lab.checker.search import Result
@@ -22,6 +22,7 @@ TIMERS = {
     Timer.DEADLINE: "reaches the deadline of",
     Timer.HOLD: "has held long enough:",
     Timer.REFENCE: "asks again for a fence:",
+    Timer.LEASE: "has not been heard by for long: the reader of",
 }
 
 
@@ -32,7 +33,7 @@ class Teller:
         self.model: Model = result.model
         self.names: dict[TransferId, str] = {}
         for _, _, message in self.model.messages:  # a room is the request's number in its world
-            if isinstance(message, Offer):
+            if isinstance(message, Offer | Request):
                 self.names[message.leg.tid] = chr(ord("A") + message.room)
 
     def lines(self) -> list[str]:
@@ -59,6 +60,8 @@ class Teller:
         return (name if many else name[0]) + "'" * epoch
 
     def _rank(self, epoch: int) -> str:
+        if epoch < 100:
+            return "D" + "'" * (epoch - 1)
         rank, lives = divmod(epoch, 100)
         return (f"P{rank - 1}" if self.model.world.prefills > 1 else "P") + "'" * lives
 
@@ -80,9 +83,8 @@ class Teller:
         match event:
             case ("at", at, int(number)):
                 speaker = self.model.messages[number][1]
-                said = f"P epoch {speaker}" if speaker < 100 else self._rank(speaker)
                 heard = f"{self._who(state, at)} hears {self._message(number)}"
-                heard += f" from {said}" if speaker >= 100 else ""
+                heard += f" from {self._rank(speaker)}" if speaker >= 100 else ""
                 return heard + self._after(state, at, number)
             case ("at", at, local):
                 if local[0] == "reserve":
@@ -90,16 +92,29 @@ class Teller:
                 return f"{self._who(state, at)} {self._local(local)}" + self._after(state, at, local)
             case ("crash", side, rank, _):
                 at = rank if side == "D" else len(state[0]) + rank
-                return f"{self._who(state, at)} dies and starts again; what it posted is still under way"
+                what = "reads of its pages are" if self.model.world.pull and side == "P" else "what it posted is"
+                return f"{self._who(state, at)} dies and starts again; {what} still under way"
+            case ("takes", post, right):
+                read = self.model.flights[post >> 2]
+                whose = "its own prompt" if all(right) else "NOT its prompt"
+                source = self._who(state, len(state[0]) + read.leg.p_rank)
+                pages = self._pages(read.source)
+                return f"the read of {self._name(read.leg.tid)} takes source {pages} of {source}: {whose}"
             case ("lands", post, page, holder):
                 return self._lands(post, page, holder)
             case ("reads", post, page, tid):
                 mine = self._name(self.model.flights[post >> 2].leg.tid)
-                return f"the post of {mine} reads source page {page}, where {self._name(tid)}'s prompt is now: leaked"
+                what = "read" if self.model.world.pull else "post"
+                there = f"source page {page}, where {self._name(tid)}'s prompt is now"
+                return f"the {what} of {mine} reads {there}: leaked"
             case ("uncovered", post):
                 flight = self.model.flights[post >> 2]
                 where = f"{self._name(flight.leg.tid)}'s bytes may still land in {self._pages(flight.destination)}"
                 return f"{where}, and no lease covers them"
+            case ("unlent", post):
+                read = self.model.flights[post >> 2]
+                what = f"the read of {self._name(read.leg.tid)} may still take source {self._pages(read.source)}"
+                return f"{what}, which is not lent to it any more"
             case ("all lost",):
                 return "everything under way is lost; from here on nobody disturbs"
             case ("later",):
@@ -133,21 +148,30 @@ class Teller:
                 return f"learns that {self._rank(epoch)} is there now"
             case ("learn", epoch):
                 return f"learns of decode engine {'D' + chr(39) * (epoch - 1)}"
-            case ("effect", epoch, generation, _, gone, pages):
+            case ("effect", epoch, generation, _, gone, *rest):
+                pages = rest[0] if rest else ()
                 if pages:
                     return f"fences {self._pages(pages)} against {self._rank(epoch)}"
                 what = "knows to be gone for good" if gone else f"fences (grants up to generation {generation}):"
                 return f"{what} {self._rank(epoch)}"
             case ("report", epoch, _, _, pages) if pages:
                 return f"is told that {self._rank(epoch)} can write {self._pages(pages)} no more"
-            case ("report", epoch, generation, _, _):
-                return f"is told that {self._rank(epoch)} can write no more under generation {generation}"
+            case ("report", epoch, generation, *_):
+                verb = "read" if self.model.world.pull else "write"
+                return f"is told that {self._rank(epoch)} can {verb} no more under generation {generation}"
             case ("unfenced", epoch, _, _):
                 return f"is told that no fence of {self._rank(epoch)} can be had"
             case ("verified", tid, matches):
                 return f"finds the digest of {self._name(tid)} {'right' if matches else 'WRONG'}"
             case ("ping",):
                 return "sends its closed set"
+            case ("lend", tid):
+                return f"computes {self._name(tid)} and lends its pages"
+            case ("checked", leg, _, generation):
+                found = "in force" if generation else "NOT in force"
+                return f"checks what it read of {self._name(leg.tid)}: the grant is {found}"
+            case ("fault", TransferId() as tid):
+                return f"fails {self._name(tid)}"
             case ("start", tid):
                 return f"takes source pages for {self._name(tid)}"
             case ("compute", tid, short):
@@ -158,7 +182,8 @@ class Teller:
             case ("fault", leg):
                 return f"fails {self._name(leg.tid)}"
             case ("ended", leg, first, outcome):
-                return f"sees its post {first} of {self._name(leg.tid)}: it {OUTCOMES[outcome]}"
+                what = "read" if self.model.world.pull else "post"
+                return f"sees its {what} {first} of {self._name(leg.tid)}: it {OUTCOMES[outcome]}"
             case ("drained", leg, proven):
                 how = "is proven drained" if proven else "cannot be proven drained"
                 return f"asks its transport: the connection for {self._name(leg.tid)} {how}"
@@ -178,6 +203,8 @@ class Teller:
 
     def _post(self, number: int) -> str:
         flight = self.model.flights[number]
+        if self.model.world.pull:
+            return f"reads source {self._pages(flight.source)} into {self._pages(flight.destination)}"
         return f"posts into {self._pages(flight.destination)}"
 
     def _lender_changes(self, before: int, after: int) -> list[str]:

@@ -27,7 +27,7 @@ NOT_STATE = frozenset(
     "_return_rows",
 }
 COUNTED = frozenset({"busy", "deferrals", "retained", "_pages_in"})  # matters for costly fences and for reports
-PACING = frozenset({"accepted", "acked", "timers"})
+PACING = frozenset({"accepted", "acked", "timers", "renewed"})
 PLAIN = (int, str, bytes, float, type(None), Enum, msgspec.Struct)
 
 

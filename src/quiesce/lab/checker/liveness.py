@@ -15,6 +15,7 @@ from quiesce.core import lender as d
 from quiesce.core.machine import Timer
 from quiesce.lab.checker.model import Model, Move
 from quiesce.lab.checker.processes import LOOSE, Event, State
+from quiesce.lab.checker.pull import PullModel, model_of
 from quiesce.lab.checker.search import Came, Progress, Result, path_to
 from quiesce.lab.worlds import World
 
@@ -23,6 +24,8 @@ OWED = "left to themselves, the processes never end it: a transfer or its source
 
 def settled(model: Model, state: State) -> bool:
     """Nothing is owed: every transfer has ended, is running or may be retained, and no source page is kept."""
+    if isinstance(model, PullModel):
+        return model.settled(state)
     decodes, prefills, _, posts, _, _ = state
     alive = {model.views[number].epoch for number in prefills}
     loose = {model.flights[post >> 2].leg for post in posts if post & 3 == LOOSE}
@@ -99,6 +102,8 @@ class Runner:
                 side_id = (state[0] + state[1])[at]
                 if event not in model.views[side_id].may:
                     continue
+                if event[1] is Timer.LEASE and isinstance(model, PullModel) and model.renewed(state, at, event[2]):
+                    continue
                 move = model._merge(state, at, event, model.local(side_id, event))
                 if move.state is None:
                     return move
@@ -107,7 +112,7 @@ class Runner:
 
 
 def search_live(world: World, *, limit: int | None = None, progress: Progress | None = None) -> Result:
-    model = Model(world, strict=False, paced=True)
+    model = model_of(world, strict=False, paced=True)
     runner = Runner(model)
     result = Result(world, model=model)
     began = time.perf_counter()

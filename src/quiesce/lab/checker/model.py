@@ -120,7 +120,7 @@ class Model(Processes):
             rank = at - len(decodes)
             prefills = (*prefills[:rank], step.side, *prefills[rank + 1 :])
         if step.posts:
-            posts = tuple(sorted([*posts, *(self._launch(number, decodes) for number in step.posts)]))
+            posts = tuple(sorted([*posts, *(self._launch(number, decodes, prefills) for number in step.posts)]))
         if spend:
             budgets = self._spend(budgets, spend)
         net |= step.sends
@@ -135,7 +135,7 @@ class Model(Processes):
     def _left(self, budgets: tuple[int, ...], name: str) -> bool:
         return budgets[BUDGETS.index(name)] > 0
 
-    def _launch(self, number: int, decodes: tuple[int, ...]) -> int:
+    def _launch(self, number: int, decodes: tuple[int, ...], prefills: tuple[int, ...]) -> int:
         """A post as it leaves: refused at the target when its grant is of a dead epoch or a revoked generation."""
         flight = self.flights[number]
         view = self.views[decodes[flight.leg.d_rank]]

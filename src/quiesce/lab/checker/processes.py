@@ -24,7 +24,7 @@ from quiesce.lab.worlds import World
 
 Event = tuple[Any, ...]
 State = tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...], frozenset[Any], tuple[int, ...]]
-FOREIGN, SOURCE, COVERED, HOLE, RESULT, GIVEN_UP, LATE, RAISES = GLOBAL
+FOREIGN, SOURCE, COVERED, READABLE, HOLE, RESULT, GIVEN_UP, LATE, RAISES = GLOBAL
 BUDGETS = (
     "unknown",
     "failed",
@@ -85,8 +85,8 @@ class Processes:
         self.messages: list[tuple[int, int, HandOff | Ping]] = []  # (receiver, speaker's epoch, message)
         self._message_ids: dict[Any, int] = {}
         self.inbox: list[int] = [0] * (world.decodes + world.prefills)  # receiver -> mask of its messages
-        self.flights: list[Flight] = []
-        self._flight_ids: dict[Flight, int] = {}
+        self.flights: list[Any] = []  # of Flight, in pull of Read
+        self._flight_ids: dict[Any, int] = {}
         self.keeps_late = world.late or world.exact
         self.exact = paced or world.exact
         self._unsaid: tuple[type, ...]
@@ -162,7 +162,7 @@ class Processes:
         first = grant.pages.index(post.destination[0])
         return self.intern_flight(Flight(post.leg, first, post.destination, post.source, grant.generation))
 
-    def intern_flight(self, flight: Flight) -> int:
+    def intern_flight(self, flight: Any) -> int:
         known = self._flight_ids.get(flight)
         if known is None:
             known = self._flight_ids[flight] = len(self.flights)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from quiesce.lab.checker.model import Model
 from quiesce.lab.checker.processes import Event, State
+from quiesce.lab.checker.pull import model_of
 from quiesce.lab.worlds import World
 
 
@@ -34,7 +35,7 @@ def search(
     world: World, *, strict: bool = True, limit: int | None = None, progress: Progress | None = None
 ) -> Result:
     """Searches to the end, to the first violation, to `limit` states, or until `progress` says stop."""
-    model = Model(world, strict=strict)
+    model = model_of(world, strict=strict)
     result = Result(world, model=model)
     began = time.perf_counter()
     first = model.start()

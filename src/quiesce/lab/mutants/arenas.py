@@ -45,3 +45,12 @@ LIVE_RANKS = World("live ranks", "two prefill ranks, a failure", (1,), pool=1, p
 LIVE_DECODES = World("live decodes", "two decode ranks", requests=(1,), pool=1, decodes=2, live=True)
 HANDSHAKE = World("handshake", "a decode engine that restarts", pings=2, crash_d=1, handshake=True)
 NARROW = World("narrow", "a fence of one page of two", (2, 1), window=1, fence=True, narrow=True)
+
+PULL = World("pull", "pull: two requests, one source page", pool=2, sources=1, late=True, pull=True)
+PULL_TAINT = replace(PULL, name="pull taint", about="pull: one page each, an UNKNOWN read", pool=1, unknown=1)
+PULL_CRASH = World("pull crash", "pull: prefill restarts", sources=1, pool=1, crash_p=1, successor=True, pull=True)
+PULL_CHUNKS = World("pull chunks", "pull: prefill restarts between reads", (2,), crash_p=1, successor=True, pull=True)
+PULL_PINGS = replace(PULL, name="pull pings", about="pull: closed sets", pings=1)
+PULL_FENCE = World("pull fence", "pull: a fence before a read", sources=1, fence=True, suspect=1, pull=True)
+PULL_RESTART = World("pull restart", "pull: the decode engine restarts", pool=1, crash_d=1, late=True, pull=True)
+PULL_LIVE = World("pull live", "pull: an UNKNOWN read, a fence", (1,), sources=1, unknown=1, fence=True, pull=True)

@@ -16,7 +16,7 @@ real_bound = Model._bound
 
 
 @mutant("fence: flush", "H16", "a fence that lets later posts through", arenas.FENCE_CHUNKS, (Model, "_launch"))
-def flush(self: Model, number: int, decodes: Any) -> int:
+def flush(self: Model, number: int, decodes: Any, prefills: Any) -> int:
     return number * 4 + FLYING
 
 
