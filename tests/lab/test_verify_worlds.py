@@ -26,6 +26,7 @@ SLICE = {
     "full": 9_000,
     "decodes": 3_000,
     "pull": 20_000,
+    "pull late": 30_000,
     "pull crash": 15_000,
     "pull crash two": 20_000,
     "pull chunks": 40_000,

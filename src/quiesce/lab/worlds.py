@@ -146,6 +146,7 @@ WORLDS: tuple[World, ...] = (
         own_fence=True,
         pull=True,
     ),
+    World("pull late", "two requests, one source page; every late message", sources=1, late=True, pull=True),
     World(
         "pull fence",
         "prefill fences its reader, or cannot, or suspects it falsely; a drain",
