@@ -3,7 +3,7 @@
 Three conversations share one encoding and one session layer:
 
 * sessions: two processes learn each other's epoch (`Hello`, `Welcome`, `Confirm`, `Ping`, `Pong`);
-* the hand-off between a decode rank D and a prefill rank P (`Offer` ... `Tainted`);
+* the hand-off between a decode rank D and a prefill rank P (`Request`, `Offer` ... `Tainted`);
 * legs between the router and a worker (`Register`, `Start` ... `Ended`).
 
 Every hand-off message names (transfer id, D rank, P rank, P epoch); D means the P epoch it is *for*, P its own.
@@ -117,9 +117,8 @@ class Unwelcome(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """`progress` is the engine loop's step counter. `counter, high, open_seqs` are the closed set of this
-    lender rank: every seq up to `high` that is not listed is closed for ever (guard N5, N9). `reading`: in pull, what
-    is being read now, whose lease this renews (guard N10)."""
+    """`progress`: the engine loop's steps. `counter, high, open_seqs`: the closed set of this decode rank; every seq up
+    to `high` that is not listed is closed for ever (guards N5, N9). `reading`: the leases of pull renewed (guard N10)."""
 
     epoch: int
     rank: int
