@@ -117,8 +117,8 @@ class Unwelcome(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """`progress`: the engine loop's steps. `counter, high, open_seqs`: the closed set of this decode rank; every seq up
-    to `high` that is not listed is closed for ever (guards N5, N9). `reading`: the leases of pull renewed (guard N10)."""
+    """`progress`: the engine loop's steps. `counter, high, open_seqs`: the closed set of this decode rank; every seq
+    up to `high` that is not listed is closed for ever (guards N5, N9). `reading`: pulls under way (guard N10)."""
 
     epoch: int
     rank: int
