@@ -35,6 +35,7 @@ def test_l9_legs_about_different_prompts_are_refused_and_nothing_is_posted(
         cluster.until(lambda: request.over, 30, "both legs to end")
         (ended,) = request.ends["prefill-0"]
         assert (ended.outcome, ended.status) == ("failed", 409) and ended.reason.startswith("pairing: ")
-        assert request.ends["decode-0"][0].outcome == "failed" and not request.tokens
+        # Decode hears it from prefill, or from the router that prefill told: whichever comes first.
+        assert request.ends["decode-0"][0].outcome in ("failed", "cancelled") and not request.tokens
         for name in PROMPTS:
             cluster.until(lambda name=name: not not_idle(cluster.inspect(name)), 15, f"{name} to be idle")

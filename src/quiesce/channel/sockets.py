@@ -84,9 +84,10 @@ class Listener(_End):
         """What has arrived, at most `limit` messages; never waits."""
         return self._drain(self.socket, limit, self._framing.from_peer)
 
-    def close(self) -> None:
+    def close(self, linger_ms: int = 0) -> None:
+        """`linger_ms`: how long the context's end waits for what was sent before."""
         if not self.socket.closed:
-            self.socket.close(linger=0)
+            self.socket.close(linger=linger_ms)
             remove_socket_file(self.endpoint)
 
 
@@ -133,8 +134,14 @@ class Link(_End):
 
     @property
     def refused(self) -> bool:
-        """The listener does not know our key. ZeroMQ does not try again: only a new link can get in."""
+        """The listener did not know our key. ZeroMQ does not try again by itself: `again` does."""
         return self._state.refused
+
+    def again(self) -> None:
+        """Connects anew after a refusal: the key may be on the ring by now."""
+        self._state.refused = False
+        self.socket.disconnect(self.endpoint)
+        self.socket.connect(self.endpoint)
 
     def send(self, message: Wire) -> bool:
         """False: not sent, because the link is down or the queue is full; counted in `dropped`."""

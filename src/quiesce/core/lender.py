@@ -38,7 +38,7 @@ from quiesce.core.messages import (
     Tainted,
     TransferId,
 )
-from quiesce.core.proofs import LeaseKey, ProofKind
+from quiesce.core.proofs import Borrowing, LeaseKey, ProofKind
 
 __all__ = [
     "DESIGNATED_RANK",
@@ -235,7 +235,7 @@ class Lender(Holdings):
     def _commit(self, transfer: Transfer) -> list[Action]:
         speaker = transfer.published[DESIGNATED_RANK].done
         assert speaker is not None and speaker.result is not None
-        assert not any(key.kind.value == "write" for key in self.ledger.leases(transfer.tid))
+        assert not any(key.kind is Borrowing.WRITE for key in self.ledger.leases(transfer.tid))
         transfer.state = State.COMMITTED
         return [Committed(transfer.tid, speaker.result)]
 

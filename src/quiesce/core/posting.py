@@ -15,9 +15,11 @@ from quiesce.core.machine import Action, Post
 
 
 class Outcome(Enum):
-    PLACED = "placed"
-    FAILED_CLEAN = "failed clean"
-    UNKNOWN = "unknown"  # an error, a timeout, an exception: an error is not a drain (guard A9)
+    """How a post ends. Success can be trusted, failure cannot: only the first two say that nothing more lands."""
+
+    PLACED = "placed"  # all of it is in the target's memory
+    FAILED_CLEAN = "failed clean"  # failed, and proven that nothing more of it lands
+    UNKNOWN = "unknown"  # an error, a timeout, an exception; never becomes safe by time (guard A9)
 
 
 @dataclass(frozen=True, slots=True)

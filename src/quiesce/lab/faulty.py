@@ -12,16 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from quiesce.core.messages import Grant
-from quiesce.transfer.interface import (
-    Arena,
-    FenceProof,
-    Outcome,
-    Peer,
-    PeerLost,
-    Post,
-    Region,
-    Transport,
-)
+from quiesce.core.posting import Outcome
+from quiesce.transfer.interface import Arena, FenceProof, Peer, PeerLost, Post, Region, Transport
 from quiesce.transfer.watch import Watch
 
 

@@ -63,7 +63,7 @@ class Process:
                 stderr=theirs,
                 env=dict(environment),
                 start_new_session=True,  # Ctrl-C is ours to pass on, in order
-                preexec_fn=lambda: _die_with_parent(parent),  # noqa: PLW1509  (the supervisor has no threads)
+                preexec_fn=lambda: _die_with_parent(parent),  # noqa: PLW1509  (no Python thread runs beside the fork)
             )
         except BaseException:
             os.close(self._output)

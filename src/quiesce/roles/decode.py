@@ -149,10 +149,9 @@ class DecodeWorker(Worker):
     # ------------------------------------------------------------ the machine
 
     def tell(self, event: LenderEvent) -> None:
-        for action in self.lender.on(event):
-            self._act(action)
+        self.carry_out(self.lender.on(event))
 
-    def _act(self, action: Action) -> None:
+    def act(self, action: Action) -> None:
         match action:
             case Send(to, message):
                 self.holds.said(message)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quiesce.channel import Listener, Received
-from quiesce.core.messages import Confirm, Fingerprint, Hello, Ping, Pong, Unwelcome, Wire
+from quiesce.core.messages import Confirm, Fingerprint, HandOff, Hello, Ping, Pong, Unwelcome, Wire
 from quiesce.core.session import Handshake
 from quiesce.transfer.interface import Peer, Transport
 
@@ -23,11 +23,12 @@ class DecodePeer:
     user: str
     handshake: Handshake
     descriptor: bytes
+    rank: int = 0
     peer: Peer | None = None  # the transport's connection, once the epoch is taken
 
 
 class DecodePeers:
-    """`up(epoch)` is told when a lender's epoch has been taken."""
+    """`up(epoch)` is told when a lender's epoch has been taken; False: it will not be served."""
 
     def __init__(
         self,
@@ -35,7 +36,7 @@ class DecodePeers:
         transport: Transport,
         epoch: int,
         fingerprint: Fingerprint,
-        up: Callable[[int], None],
+        up: Callable[[int], bool],
     ) -> None:
         self._listener = listener
         self._transport = transport
@@ -46,10 +47,14 @@ class DecodePeers:
         self.by_epoch: dict[int, DecodePeer] = {}
         self.refused = 0
 
-    def speaker(self, sender: bytes) -> int | None:
-        """The epoch whose authenticated session this sender is."""
-        peer = self._by_sender.get(sender)
-        return None if peer is None else peer.handshake.peer
+    def speaker(self, received: Received) -> int | None:
+        """The epoch whose session this is: its connection, its key and, in the hand-off, its rank."""
+        peer = self._by_sender.get(received.sender)
+        if peer is None or peer.user != received.user:
+            return None
+        if isinstance(received.message, HandOff) and received.message.leg.d_rank != peer.rank:
+            return None
+        return peer.handshake.peer
 
     def send(self, epoch: int, message: Wire) -> bool:
         peer = self.by_epoch.get(epoch)
@@ -63,7 +68,7 @@ class DecodePeers:
         elif isinstance(message, Confirm):
             self._confirm(received, message)
         elif isinstance(message, Ping):
-            if self.speaker(received.sender) == message.epoch:
+            if self.speaker(received) == message.epoch:
                 self._listener.send(received.sender, Pong(self._epoch, 0, progress))
             return False  # its closed set is the borrower's to hear
         else:
@@ -83,7 +88,7 @@ class DecodePeers:
             handshake = Handshake(self._epoch, 0, self._fingerprint, lambda: secrets.randbits(63))
             known = DecodePeer(received.sender, received.user, handshake, hello.descriptor)
             self._by_sender[received.sender] = known
-        known.descriptor = hello.descriptor
+        known.descriptor, known.rank = hello.descriptor, hello.rank
         answer = known.handshake.on_hello(hello)
         if isinstance(answer, Unwelcome):
             self.refused += 1
@@ -118,9 +123,13 @@ class DecodePeers:
             self.refused += 1
             self._listener.send(received.sender, Unwelcome(self._epoch, 0, f"transfer engine: {error}"))
             return
+        if not self._up(confirm.epoch):
+            self.forget(confirm.epoch)
+            self.refused += 1
+            self._listener.send(received.sender, Unwelcome(self._epoch, 0, "this epoch was taken for dead"))
+            return
         if before is None:
             log.info("session with a decode worker", extra={"peer_epoch": f"{confirm.epoch:016x}"})
-        self._up(confirm.epoch)
 
     def forget(self, epoch: int) -> None:
         known = self.by_epoch.pop(epoch, None)

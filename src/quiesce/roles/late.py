@@ -18,7 +18,7 @@ UNASKED = 8 * ASK_AGAIN  # seconds after which a room that is not asked about ag
 
 @dataclass
 class Asking:
-    """The decode side. `ask(room)` sends the question."""
+    """The decode side. `ask(prefill, room)` sends the question."""
 
     ask: Callable[[int, int], bool]  # (prefill epoch, room)
     now: Callable[[], float] = time.monotonic

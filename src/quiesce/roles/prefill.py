@@ -24,10 +24,12 @@ from quiesce.core.borrower import (
     Outcome,
     Paired,
     PostEnded,
+    State,
 )
 from quiesce.core.borrower import Event as BorrowerEvent
 from quiesce.core.machine import Action, Arm, Fired, Heard, Opened, Post, Send, Stopped, TryDrain
 from quiesce.core.messages import Await, FirstToken, HandOff, Leg, Ping, Reached, Sample, TransferId
+from quiesce.core.proofs import LeaseKey, Proof, ProofKind
 from quiesce.engine.engine import Engine, Result
 from quiesce.roles.decode_peers import DecodePeers
 from quiesce.roles.late import Turns
@@ -66,16 +68,18 @@ class PrefillWorker(Worker):
         transport.register(engine.kv.arena)
         self.poller.register(transport.fileno(), zmq.POLLIN)
         self.borrower = Borrower(self.epoch, self.ledger, window=POST_WINDOW)
-        self.peers = DecodePeers(
-            self.listener, transport, self.epoch, engine.fingerprint, lambda epoch: self.tell(LenderUp(epoch))
-        )
+        self.peers = DecodePeers(self.listener, transport, self.epoch, engine.fingerprint, self._lender_up)
         self.jobs: dict[int, Job] = {}  # by room
         self.by_leg: dict[Leg, Job] = {}
         self.by_tid: dict[TransferId, Job] = {}
         self.turns = Turns(lambda epoch, room: self.peers.send(epoch, Reached(room)))
-        self.siblings = Siblings(self.batch, engine.kv.copy)
+        self.siblings = Siblings(self.batch, self._copy_prompt)
         self.queue: deque[Job] = deque()  # paired, waiting for pages
         self.posts: dict[int, tuple[Leg, int]] = {}
+
+    def _lender_up(self, epoch: int) -> bool:
+        self.tell(LenderUp(epoch))
+        return epoch in self.borrower.lenders
 
     # ------------------------------------------------------------ pairing
 
@@ -115,7 +119,7 @@ class PrefillWorker(Worker):
             self.tell(Fault(job.leg, f"pairing: {record.offer.tokens} tokens are offered, the prompt has {tokens}"))
         else:
             self.tell(Paired(job.leg, request.pairing(self.engine.fingerprint.model)))
-        if self.by_leg.get(job.leg) is not job:
+        if record.state is not State.OPEN:
             return  # about another prompt: the borrower stopped it
         job.sequence = Sequence(
             tid=job.leg.tid,
@@ -153,6 +157,13 @@ class PrefillWorker(Worker):
             job.request.left_queue = time.monotonic()
             alone = sequence.sampling.prompt_logprobs is not None  # they come from computing it
             self.siblings.join(sequence, "" if alone else job.request.start.group)
+
+    def _copy_prompt(self, eldest: Sequence, sibling: Sequence) -> None:
+        """Writes the sibling's pages, under a lease like any step of ours: an ended holding refuses it."""
+        key = LeaseKey.compute(sibling.tid)
+        self.ledger.lend(key)
+        self.engine.kv.copy(eldest.pages[: len(sibling.pages)], sibling.pages)
+        self.ledger.close(key, Proof.spoken(ProofKind.COMPLETED, key))
 
     def computed(self, sequence: Sequence, result: Result) -> None:
         """A chunk is done: its full pages go at once, the partial one with the last chunk (guard L1)."""
@@ -193,11 +204,9 @@ class PrefillWorker(Worker):
     # ------------------------------------------------------------ the machine
 
     def tell(self, event: BorrowerEvent) -> None:
-        todo = deque(self.borrower.on(event))
-        while todo:
-            todo.extend(self._act(todo.popleft()))
+        self.carry_out(self.borrower.on(event))
 
-    def _act(self, action: Action) -> list[Action]:
+    def act(self, action: Action) -> None:
         match action:
             case Send(to, message):
                 self.peers.send(to, message)
@@ -206,27 +215,27 @@ class PrefillWorker(Worker):
             case Opened(leg):
                 self._opened(leg)
             case Post():
-                return self._post(action)
+                self._post(action)
             case TryDrain(leg):
                 peer = self._connection(leg)
-                return self.borrower.on(DrainSaid(leg, peer is not None and self.transport.drain(peer)))
+                self.tell(DrainSaid(leg, peer is not None and self.transport.drain(peer)))
             case Stopped(leg, reason):
                 self._stopped(leg, reason)
             case _:
                 raise AssertionError(f"a borrower does not ask for {action}")
-        return []
 
-    def _post(self, post: Post) -> list[Action]:
+    def _post(self, post: Post) -> None:
         peer = self._connection(post.leg)
         if peer is None:  # its process is gone and the connection with it: nothing was handed to anybody
-            return self.borrower.on(PostEnded(post.leg, post.number, Outcome.FAILED_CLEAN))
+            self.tell(PostEnded(post.leg, post.number, Outcome.FAILED_CLEAN))
+            return
         try:
             made = self.transport.write(peer, post.source, post.destination, post.grant)
         except Exception as error:  # an exception between post and outcome taints (guard A12)
             log.exception("post %d raised", post.number, exc_info=error, extra={"transfer": str(post.leg.tid)})
-            return self.borrower.on(PostEnded(post.leg, post.number, Outcome.UNKNOWN))
+            self.tell(PostEnded(post.leg, post.number, Outcome.UNKNOWN))
+            return
         self.posts[made.id] = (post.leg, post.number)
-        return []
 
     def _connection(self, leg: Leg) -> Any:
         session = self.peers.by_epoch.get(leg.tid.epoch)
@@ -255,7 +264,8 @@ class PrefillWorker(Worker):
         elif record is not None and record.asked:  # the decode worker gave it up, and says why itself
             self.say_end(job.request, "cancelled", 502, reason)
         else:
-            self.transfers_failed += 1
+            if self.legs.by_rid.get(job.request.rid) is job.request:  # else it had its last word: a cancel
+                self.transfers_failed += 1
             self.say_end(job.request, "failed", 409 if reason.startswith("pairing: ") else 502, reason)
 
     def fire(self, payload: object) -> None:
@@ -267,21 +277,27 @@ class PrefillWorker(Worker):
     def heard(self, received: Received) -> None:
         if self.peers.session(received, self.thread.steps):
             return
-        speaker = self.peers.speaker(received.sender)
-        if speaker is not None and isinstance(received.message, Await):
+        speaker = self.peers.speaker(received)
+        if speaker is None:
+            return
+        if isinstance(received.message, Await):
             self.turns.asked(speaker, received.message.room)
-        elif speaker is not None and isinstance(received.message, HandOff | Ping):
+        elif isinstance(received.message, HandOff | Ping):
             self.tell(Heard(received.message, speaker))
 
     def peers_turn(self) -> None:
         for made, outcome in self.transport.poll():
-            leg, number = self.posts.pop(made.id)
-            self.tell(PostEnded(leg, number, Outcome(outcome.value)))
+            known = self.posts.pop(made.id, None)  # None: `write` raised after it had taken the post; it is tainted
+            if known is not None:
+                self._guarded(self.tell, PostEnded(*known, outcome))
         for event in self.transport.events():
             if event.final and event.peer_epoch in self.peers.by_epoch:
-                self.tell(LenderGone(event.peer_epoch))
-                self.turns.drop(event.peer_epoch)
-                self.peers.forget(event.peer_epoch)
+                self._guarded(self._lender_gone, event.peer_epoch)
+
+    def _lender_gone(self, epoch: int) -> None:
+        self.tell(LenderGone(epoch))
+        self.turns.drop(epoch)
+        self.peers.forget(epoch)
 
     # ------------------------------------------------------------ looking and leaving
 

@@ -38,6 +38,7 @@ class PrefillPeer:
     opened: float
     hello_at: float = 0.0
     hellos: int = 0
+    ready_at: float = 0.0  # when it could last be given an offer
     refusal: str | None = None  # why it will never do
 
     @property
@@ -87,7 +88,10 @@ class PrefillPeers:
         return peer
 
     def ready(self, peer: PrefillPeer) -> bool:
-        return peer.taken and self._attached(peer.address.epoch)
+        if not (peer.taken and self._attached(peer.address.epoch)):
+            return False
+        peer.ready_at = time.monotonic()
+        return True
 
     def hopeless(self, peer: PrefillPeer) -> str | None:
         """Why requests should stop waiting for this peer, or None."""
@@ -96,6 +100,9 @@ class PrefillPeers:
         waited = time.monotonic() - peer.opened
         if not peer.taken and waited > (UNREACHABLE if peer.link.is_down else self._patience):
             return f"prefill {peer.address.name} did not answer within {waited:.1f} s"
+        unattached = time.monotonic() - max(peer.opened, peer.ready_at)
+        if peer.taken and not self.ready(peer) and unattached > self._patience:
+            return f"prefill {peer.address.name}'s mover has not attached for {unattached:.1f} s"
         return None
 
     def forget_hopeless(self, wanted: set[int]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import zmq
 
 from quiesce.channel import KeyPair, Link, LinkEvent
 from quiesce.core.messages import Register, Registered
+
+log = logging.getLogger("quiesce.worker")
 
 HEARTBEAT = 0.5  # seconds
 
@@ -20,6 +23,9 @@ class Registration:
         self.router_epoch: int | None = None
 
     def beat(self, register: Register) -> None:
+        if self.link.refused:
+            log.warning("the router at %s does not know this worker's key; asking again", self.link.endpoint)
+            self.link.again()
         self.link.send(register)
 
     def turn(self) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -25,7 +24,6 @@ class Sequence:
     precedence: tuple[int, float] = (0, 0.0)  # (priority, arrival): the smaller is served first, retracted last
     pages: list[int] = field(default_factory=list)
     computed: int = 0
-    in_step: bool = False
     scored: bool = True  # its prompt's log-probabilities, when wanted, are still to be said
     ended: bool = False
 
@@ -100,6 +98,3 @@ class Batch:
                 budget -= count
                 prompts.append((sequence, count))
         return decoding + prompts
-
-    def prefilling(self) -> Iterable[Sequence]:
-        return (s for s in self.members.values() if s.prefilling)

@@ -20,9 +20,9 @@ class Family:
 
 
 class Siblings:
-    """`copy(source pages, destination pages)` moves computed KV between pages of this engine."""
+    """`copy(eldest, sibling)` moves the prompt's KV from the one's pages into the other's."""
 
-    def __init__(self, batch: Batch, copy: Callable[[list[int], list[int]], None]) -> None:
+    def __init__(self, batch: Batch, copy: Callable[[Sequence, Sequence], None]) -> None:
         self._batch = batch
         self._copy = copy
         self._families: dict[str, Family] = {}
@@ -46,8 +46,7 @@ class Siblings:
         family = self._families.pop(self._group_of.pop(eldest.tid, ""), None)
         for sequence in [] if family is None else family.waiting:
             del self._group_of[sequence.tid]
-            pages = len(sequence.pages)
-            self._copy(eldest.pages[:pages], sequence.pages)
+            self._copy(eldest, sequence)
             sequence.computed = sequence.prompt_tokens - 1
             self._batch.add(sequence)
 

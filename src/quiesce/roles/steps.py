@@ -47,7 +47,6 @@ class Steps:
             return False
         for sequence, _ in plan:
             self.ledger.lend(LeaseKey.compute(sequence.tid))
-            sequence.in_step = True
         self.batch.under_way = plan
         self.thread.submit([sequence.row(count) for sequence, count in plan])
         return True
@@ -75,7 +74,6 @@ class Steps:
         for index, (sequence, count) in enumerate(plan):
             key = LeaseKey.compute(sequence.tid)
             self.ledger.close(key, Proof.spoken(ProofKind.COMPLETED, key))
-            sequence.in_step = False
             self.prompt_tokens_computed += max(0, min(count, sequence.prompt_tokens - sequence.computed))
             if sequence.ended:
                 continue

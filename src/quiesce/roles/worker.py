@@ -12,6 +12,8 @@ import os
 import signal
 import time
 from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import zmq
@@ -19,6 +21,7 @@ import zmq
 from quiesce.channel import KeyPair, KeyRing, Listener, Received, start_authenticator
 from quiesce.core.admission import check, effective_limit
 from quiesce.core.ledger import Ledger
+from quiesce.core.machine import Action
 from quiesce.core.messages import (
     Address,
     Cancel,
@@ -50,6 +53,7 @@ from quiesce.roles.timers import Delays, Timers
 log = logging.getLogger("quiesce.worker")
 
 LONGEST_WAIT = 0.25  # seconds a turn may sleep
+LAST_WORDS_MS = 1000  # what was sent before the end still goes out
 EXIT_RETAINED = 75  # too many pages retained: a restart is the fence
 ROW_SPARE = 2  # rows per running request: holds keep theirs while new requests run
 
@@ -89,6 +93,8 @@ class Worker(ABC):
         self.transfers_failed = 0
         self.unpaired = 0  # legs and offers whose other half never came
         self.ledger.observe = self._observed
+        self._todo: deque[Action] = deque()
+        self._acting = False
         self.draining = False
         self.drain_until = float("inf")
         self.faults = 0
@@ -170,6 +176,22 @@ class Worker(ABC):
             for leg in self.legs.of(router):
                 self.give_up(leg, "cancelled", 499, "the router is gone")
 
+    def carry_out(self, actions: Iterable[Action]) -> None:
+        """A machine's actions in order, those that come of them behind; one that fails loses none of the others."""
+        self._todo.extend(actions)
+        if self._acting:
+            return
+        self._acting = True
+        try:
+            while self._todo:
+                self._guarded(self.act, self._todo.popleft())
+        finally:
+            self._acting = False
+
+    def act(self, action: Action) -> None:
+        """Does what a machine of this role asks for."""
+        raise AssertionError(f"a {self.role} worker has no machine that asks for {action}")
+
     def _guarded(self, call: Any, *arguments: Any) -> None:
         """A fault ends what it was about, not the engine. A broken rule of the core does end it."""
         try:
@@ -189,7 +211,7 @@ class Worker(ABC):
             orphans = [leg for leg in self.legs.by_rid.values() if leg.start.router_epoch == gone]
             log.log(logging.WARNING if orphans else logging.INFO, "router %016x is gone", gone)
             for leg in orphans:
-                self.give_up(leg, "cancelled", 499, "the router is gone")
+                self._guarded(self.give_up, leg, "cancelled", 499, "the router is gone")
                 self.legs.drop(leg.router)
 
     def _dispatch(self, received: Received) -> None:
@@ -349,7 +371,8 @@ class Worker(ABC):
         if self.too_much_retained() and not self.draining:
             log.error("more than %.0f %% of the pool is retained: draining", 100 * self.settings.max_retained)
             self._asked_to_stop(0, None)
-        if not self.draining or (self.legs and time.monotonic() < self.drain_until):
+        busy = self.legs or self.legs.outbox
+        if not self.draining or (busy and time.monotonic() < self.drain_until):
             return False
         for leg in list(self.legs.by_rid.values()):
             self.give_up(leg, "failed", 503, f"{self.settings.name} is shutting down")
@@ -359,6 +382,6 @@ class Worker(ABC):
     def close(self) -> None:
         self.thread.stop()
         self.registration.close()
-        self.listener.close()
+        self.listener.close(linger_ms=LAST_WORDS_MS)
         self.authenticator.stop()
         self.context.term()

@@ -285,7 +285,10 @@ class Dispatcher:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            self._apply(self.registry.sweep(self._loop.time()))
+            try:
+                self._apply(self.registry.sweep(self._loop.time()))
+            except Exception:  # one fault must not end the watch over all workers
+                log.exception("the sweep over the workers failed")
 
     def _apply(self, changes: list[Change]) -> None:
         for change in changes:
@@ -304,7 +307,9 @@ class Dispatcher:
 
     def _each_leg(self, worker: Worker, event: Any) -> None:
         for rid in list(worker.legs):
-            call = self._calls[rid]
+            call = self._calls.get(rid)
+            if call is None:
+                continue
             for side, owner in call.workers.items():
                 if owner is worker:
                     self.feed(call, event(side))

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from quiesce.core.messages import Grant
-from quiesce.transfer.interface import Arena, Outcome, Peer, Post, Transport
+from quiesce.core.posting import Outcome
+from quiesce.transfer.interface import Arena, Peer, Post, Transport
 
 STORM_DEPTH = 4  # posts kept in flight
 

@@ -8,18 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Literal, Protocol
 
 import numpy as np
 
 from quiesce.core.messages import Grant
-
-
-class Outcome(Enum):
-    PLACED = "placed"  # all of it is in the target's memory
-    FAILED_CLEAN = "failed clean"  # failed, and proven that nothing more of it lands
-    UNKNOWN = "unknown"  # anything else; never becomes safe by time
+from quiesce.core.posting import Outcome
 
 
 @dataclass(frozen=True)

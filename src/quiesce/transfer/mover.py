@@ -219,7 +219,9 @@ class Mover:
         except wire.Closed as error:
             self._lose(attachment, f"the lender closed: {error}", final=False)
         except (wire.Malformed, ValueError, OSError) as error:
-            self._lose(attachment, f"bad hand-shake: {error}", final=True)
+            # Out of memory or descriptors says nothing about the lender: try again. The rest is its doing, and final.
+            ours = isinstance(error, OSError) and not isinstance(error, PermissionError)
+            self._lose(attachment, f"bad hand-shake: {error}", final=not ours)
 
     def _on_packet(self, attachment: Attachment, got: wire.Received) -> None:
         match got.packet:

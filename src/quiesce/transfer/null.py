@@ -8,16 +8,8 @@ from collections.abc import Sequence
 import msgspec
 
 from quiesce.core.messages import Grant
-from quiesce.transfer.interface import (
-    Arena,
-    Capabilities,
-    FenceProof,
-    Outcome,
-    Peer,
-    PeerLost,
-    Post,
-    Region,
-)
+from quiesce.core.posting import Outcome
+from quiesce.transfer.interface import Arena, Capabilities, FenceProof, Peer, PeerLost, Post, Region
 
 _GENERATION = 1  # nothing is ever written, so there is nothing to tell apart
 

@@ -8,18 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quiesce.core.messages import Grant
+from quiesce.core.posting import Outcome
 from quiesce.transfer import mover_wire as wire
 from quiesce.transfer.arena import SEALS, shared_arena
-from quiesce.transfer.interface import (
-    Arena,
-    Capabilities,
-    FenceProof,
-    Outcome,
-    Peer,
-    PeerLost,
-    Post,
-    Region,
-)
+from quiesce.transfer.interface import Arena, Capabilities, FenceProof, Peer, PeerLost, Post, Region
 from quiesce.transfer.shm_lender import Lender
 from quiesce.transfer.shm_poster import STALL_SECONDS, Poster
 from quiesce.transfer.watch import Watch

@@ -12,8 +12,9 @@ import msgspec
 import numpy as np
 
 from quiesce.core.messages import Grant
+from quiesce.core.posting import Outcome
 from quiesce.transfer import mover_wire as wire
-from quiesce.transfer.interface import Arena, Outcome, Peer, PeerLost, Post
+from quiesce.transfer.interface import Arena, Peer, PeerLost, Post
 from quiesce.transfer.mover_process import MoverProcess
 from quiesce.transfer.watch import Watch
 
