@@ -11,6 +11,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 ARGS ?=
 PYTEST_ARGS ?=
+# Two test files at a time: half of the suite waits for processes of its own, the other half computes on one core.
+PARALLEL ?= -n 2 --dist loadfile
 QUIESCE_TORCH_INDEX ?=
 
 # The first Python on the PATH that is new enough (a version manager's shim may exist and not run).
@@ -58,7 +60,7 @@ serve: $(RUNTIME) ## serve the default model: a router, one prefill and one deco
 
 test: $(TESTING) lint ## check and test everything, real model and real processes included
 	@$(BIN)/quiesce model pull
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 quick: $(TESTING) ## test without the slow tests
 	@$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
