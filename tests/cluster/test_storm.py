@@ -21,8 +21,10 @@ PREFILLS = ("prefill-0", "prefill-1")
 
 def storm_cluster(model: Path, run_dir: Path, release: str) -> Cluster:
     cluster = Cluster(model, run_dir, context_length=144, hold_timeout=5.0, **SIZES)
-    for number, name in enumerate(PREFILLS):
-        cluster.spawn("prefill", name, Faults(seed=number, ms_per_page=(0.5, 6.0)), max_total_tokens=2048)
+    # One donor's writes crawl, the other's do not: nothing serialises them, so a late one can land in a page that
+    # the other donor's request has long filled and is being decoded from.
+    for number, (name, pace) in enumerate(zip(PREFILLS, ((3.0, 20.0), (0.0, 0.5)), strict=True)):
+        cluster.spawn("prefill", name, Faults(seed=number, ms_per_page=pace), max_total_tokens=2048)
     cluster.spawn("decode", "decode-0", Faults(release=release), max_total_tokens=POOL_OF_TWO_PROMPTS)
     return cluster
 
@@ -66,5 +68,8 @@ def test_storm_with_pages_freed_at_once_corrupts_survivors(
     """The same storm without the rule: if this passed clean, the test above could not fail."""
     with storm_cluster(tiny, run_dir, "at once") as cluster:
         cluster.wait_for(*PREFILLS, "decode-0")
-        report = run(cluster, PREFILLS, "decode-0", oracle, Plan(requests=400), seconds=200)
-        assert report.corrupted, "freeing at once should have corrupted somebody"
+        for seed in range(1, 6):  # a storm of this size corrupts about five answers; chance may spare one storm
+            report = run(cluster, PREFILLS, "decode-0", oracle, Plan(requests=400, seed=seed), seconds=100)
+            if report.corrupted:
+                return
+    pytest.fail("freeing at once should have corrupted somebody")

@@ -203,7 +203,7 @@ def test_n7_a_failure_reaches_every_lender_rank_with_its_first_cause(cause: str)
         reason = "out of memory"
     else:
         actions = rig.ended(post, Outcome.FAILED_CLEAN)
-        reason = "a transfer to decode ended failed clean"
+        reason = "a write into the decode worker's pages failed; nothing more of it will land"
     assert sent(actions, Failed) == [Failed(first, reason), Failed(second, reason)]
     assert only(actions, Stopped) == [Stopped(first, reason), Stopped(second, reason)]
     assert rig.borrower.on(Fault(second, "a later cause")) == []

@@ -103,10 +103,10 @@ def test_a_program_that_is_not_there_is_a_failed_start(tmp_path: Path) -> None:
 
 def test_a_child_that_does_not_get_ready_in_time_is_killed_and_tried_again(tmp_path: Path) -> None:
     cluster = FakeCluster(
-        tmp_path, {"router": OBEDIENT, "decode-0": OBEDIENT}, {"router"}, Timing(drain=5, start=0.05, grace=5)
+        tmp_path, {"router": OBEDIENT, "decode-0": OBEDIENT}, {"router"}, Timing(drain=5, start=0.5, grace=5)
     )
     assert cluster.play() == 1
-    assert "decode-0 was not ready within 0.05 s 5 times in a row" in cluster.output
+    assert "decode-0 was not ready within 0.5 s 5 times in a row" in cluster.output
 
 
 def test_a_second_stop_cuts_the_drain_short(tmp_path: Path) -> None:

@@ -262,10 +262,15 @@ async def test_tokens_lost_on_the_way_are_an_error_and_not_a_shorter_answer(tmp_
         assert answer.status_code == 500 and "1 of 2" in answer.json()["error"]["message"]
 
 
-async def test_the_deadline_answers_504_and_cancels_both_legs(tmp_path: Path, text: TextModel) -> None:
+@pytest.mark.parametrize(
+    ("server", "request_s"), [({"request_timeout": 0.3}, {}), ({}, {"timeout": 0.3})], ids=["server", "request"]
+)
+async def test_the_deadline_answers_504_and_cancels_both_legs(
+    tmp_path: Path, text: TextModel, server: dict[str, float], request_s: dict[str, float]
+) -> None:
     held = [{"role": "prefill", "hold": True}, {"role": "decode", "hold": True}]
-    async with cluster(tmp_path, text, held, request_timeout=0.3) as c:
-        answer = await c.chat()
+    async with cluster(tmp_path, text, held, **server) as c:
+        answer = await c.chat(**request_s)
         assert answer.status_code == 504 and answer.json()["error"]["code"] == "deadline_exceeded"
         await c.idle()
         assert c.prefill.cancels and c.decode.cancels

@@ -169,6 +169,8 @@ class Exchange:
         # The limit is asked for again: workers may have come or gone while the threads were at it.
         ids = {"rid": self._rid, "label": self._label}
         defaults = self._front.text.sampling_defaults
+        if wanted.timeout is not None:
+            self._deadline = min(self._deadline, self._arrived + wanted.timeout)
         return prepare.asks(wanted, prompts, defaults, self._limit(), deadline=self._deadline, **ids)
 
     def _limit(self) -> int:

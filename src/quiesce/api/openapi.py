@@ -59,6 +59,7 @@ RULES = {
     "prompt_logprobs": "Not together with `stream: true`.",
     "stream_options": "Only together with `stream: true`.",
     "priority": "Requests of a lower one are served first.",
+    "timeout": "Seconds from arrival to the last byte; the server's own limit stands above it.",
     "best_of": "Absent or equal to `n`.",
     "n": f"Prompts times `n` is at most {schemas.MAX_ANSWERS}.",
     "logit_bias": "Token ids of the vocabulary, written in digits, and what is added to their logits.",

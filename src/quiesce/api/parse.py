@@ -40,6 +40,7 @@ class Wanted(msgspec.Struct, frozen=True):
     prompt_logprobs: int | None  # as a list of its own
     echo: bool
     priority: int
+    timeout: float | None  # seconds from arrival to the last byte; None: the server's own limit
     stream: bool
     include_usage: bool
     ignored: tuple[str, ...]
@@ -165,6 +166,7 @@ def _wanted(
         prompt_logprobs=_in_range("prompt_logprobs", body.prompt_logprobs),
         echo=echo,
         priority=_in_range("priority", body.priority) or 0,
+        timeout=_in_range("timeout", body.timeout),
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
         ignored=tuple(ignored),

@@ -37,6 +37,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "top_logprobs": (0, 20),
     "prompt_logprobs": (0, 20),
     "priority": (-1000, 1000),
+    "timeout": (0.01, 86_400),
 }
 ABOVE = ("top_p",)  # here the lowest value itself is not allowed
 LOGPROBS = (0, 20)  # of completions, where it is a number
@@ -103,6 +104,7 @@ class Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ignore_eos: bool | None = None
     prompt_logprobs: int | None = None
     priority: int | None = None
+    timeout: float | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

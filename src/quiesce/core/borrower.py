@@ -177,7 +177,7 @@ class Borrower(Records):
             if event.outcome is Outcome.PLACED:
                 actions += self._pump(record)
                 return actions + self._done_if_landed(record)
-            return self._fail(record, f"a transfer to decode ended {event.outcome.value}")
+            return self._fail(record, WRITE_FAILED[event.outcome])
         self._settle(record)
         return self._answer_at_zero(record)
 
@@ -302,6 +302,11 @@ class Borrower(Records):
     def _abort_at_tombstone(self, record: Record, message: Abort) -> list[Action]:
         return [Send(record.leg.tid.epoch, Drained(record.leg))]
 
+
+WRITE_FAILED = {
+    Outcome.FAILED_CLEAN: "a write into the decode worker's pages failed; nothing more of it will land",
+    Outcome.UNKNOWN: "a write into the decode worker's pages may have failed; what lands of it is not known",
+}
 
 Row = Callable[..., list[Action]]
 
