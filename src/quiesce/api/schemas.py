@@ -37,7 +37,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "top_logprobs": (0, 20),
     "prompt_logprobs": (0, 20),
     "priority": (-1000, 1000),
-    "timeout": (0.01, 86_400),
+    "timeout": (1, 86_400),
 }
 ABOVE = ("top_p",)  # here the lowest value itself is not allowed
 LOGPROBS = (0, 20)  # of completions, where it is a number
