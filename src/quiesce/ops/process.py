@@ -51,7 +51,6 @@ class Process:
         self._loop = asyncio.get_running_loop()
         self._partial = b""
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
-        self.exit_code: int | None = None  # once nothing of the group is left
         self._code: int | None = None
         self._output, theirs = os.pipe()
         parent = os.getpid()
@@ -103,7 +102,6 @@ class Process:
         except ChildProcessError:
             self._read()
             self._close_output()
-            self.exit_code = code
             self._on_exit(code)
         else:
             self._loop.call_later(REAP_INTERVAL, self._reap_group, code)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from typing import Any, Literal
 
 import zmq
@@ -15,16 +14,14 @@ from quiesce.core.lender import Event as LenderEvent
 from quiesce.core.machine import Action, Arm, Closed, Committed, Fired, Heard, Lost, Revoke, Send, Verify
 from quiesce.core.messages import Await, HandOff, Ping, Pong, Reached, Sample, TransferId
 from quiesce.core.proofs import Proof
-from quiesce.engine.engine import Engine, Result
+from quiesce.engine.engine import Engine
 from quiesce.engine.sampler import Sampled
-from quiesce.roles.generation import Generation, Owner
+from quiesce.roles.answering import AnsweringWorker
 from quiesce.roles.late import Asking
 from quiesce.roles.legs import WorkerLeg
 from quiesce.roles.prefill_peers import NoLink, PrefillPeers
 from quiesce.roles.report import generation_samples, lender_samples
-from quiesce.roles.sequence import Outcome, Sequence
 from quiesce.roles.settings import WorkerSettings
-from quiesce.roles.worker import Worker
 from quiesce.transfer.interface import Transport
 
 log = logging.getLogger("quiesce.decode")
@@ -35,7 +32,7 @@ FENCE_POLL = 0.01
 DEADLINE_SKEW = 0.25  # seconds by which the two legs of a request may differ about its deadline
 
 
-class DecodeWorker(Worker):
+class DecodeWorker(AnsweringWorker):
     role = "decode"
 
     def __init__(self, settings: WorkerSettings, engine: Engine, transport: Transport) -> None:
@@ -49,15 +46,6 @@ class DecodeWorker(Worker):
             expiry=settings.on_hold_expiry,
             costly_fence=transport.caps.fence_cost == "disrupts_all",
         )
-        self.generation = Generation(
-            self.ledger,
-            self.batch,
-            self.legs,
-            page_size=settings.page_size,
-            eos=frozenset(engine.eos_ids),
-            owner=Owner(self._finished_leg, self.lender.local, self._release),
-            conservativeness=settings.schedule_conservativeness,
-        )
         self.peers = PrefillPeers(
             self.context,
             self.poller,
@@ -68,7 +56,6 @@ class DecodeWorker(Worker):
             lambda epoch: transport.generation(epoch) is not None,
             settings.hold_timeout,
         )
-        self.waiting: deque[WorkerLeg] = deque()
         self.received = 0  # prompt tokens that came over hand-offs
         self.asking = Asking(lambda epoch, room: self.peers.send(epoch, Await(room)))
         self.revoking: dict[int, tuple[Revoke, float]] = {}
@@ -88,16 +75,13 @@ class DecodeWorker(Worker):
         self.waiting.append(leg)
 
     def give_up(self, leg: WorkerLeg, outcome: Literal["cancelled", "failed"], status: int, reason: str) -> None:
-        self.say_end(leg, outcome, status, reason)
-        tid = self.generation.tids.get(leg.rid)
-        if tid is not None:
-            self.generation.leave(tid)
-            self._release(tid, reason)
-        elif not self.generation.forget(leg) and leg in self.waiting:
-            self.waiting.remove(leg)
-            self.asking.forget(leg.start.room)
+        super().give_up(leg, outcome, status, reason)
+        self.asking.forget(leg.start.room)
 
-    def _release(self, tid: TransferId, reason: str) -> None:
+    def local(self, pages: int) -> TransferId | None:
+        return self.lender.local(pages)
+
+    def release(self, tid: TransferId, reason: str) -> None:
         """The request's hold on the pages ends: through the transfer while there is one, else at the ledger."""
         if tid in self.lender.transfers:
             self.tell(End(tid, reason))
@@ -237,30 +221,6 @@ class DecodeWorker(Worker):
             if peer.taken:
                 peer.link.send(ping)
 
-    # ------------------------------------------------------------ the answer
-
-    def computed(self, sequence: Sequence, result: Result) -> None:
-        self.generation.computed(sequence, result)
-
-    def step_failed(self, sequence: Sequence, error: Exception) -> None:
-        log.error(
-            "it failed in the engine", exc_info=error, extra={"rid": sequence.rid, "transfer": str(sequence.tid)}
-        )
-        self.give_up(self.generation.by_tid[sequence.tid], "failed", 500, f"the engine failed: {error}")
-
-    def _finished_leg(self, leg: WorkerLeg, outcome: Outcome) -> None:
-        self.say_end(leg, outcome)
-        tid = self.generation.tids[leg.rid]
-        self.generation.leave(tid)
-        self._release(tid, outcome)
-
-    def rid_of(self, tid: TransferId) -> str | None:
-        leg = self.generation.by_tid.get(tid)
-        return None if leg is None else leg.rid
-
-    def retract(self, sequence: Sequence) -> None:
-        self.generation.retract(sequence)
-
     # ------------------------------------------------------------ looking and leaving
 
     def samples(self) -> list[Sample]:
@@ -271,13 +231,10 @@ class DecodeWorker(Worker):
         for transfer in self.lender.transfers.values():
             states[transfer.state.value] = states.get(transfer.state.value, 0) + 1
         return {
-            "waiting": len(self.waiting),
+            **super().tables(),
             "asking": len(self.asking),
             "transfers": states,
             "transfers_ended": dict(self.lender.ended),
-            "promised": self.generation.promises.promised,
-            "retracted": len(self.generation.retracted),
-            "retractions": self.generation.retractions,
             "peers": {peer.address.name: f"{epoch:016x}" for epoch, peer in self.peers.peers.items()},
             "revoking": len(self.revoking),
             "stale": self.lender.stale,

@@ -75,8 +75,12 @@ class Generation:
         )
 
     def admit(self, leg: WorkerLeg, tid: TransferId) -> None:
-        self.promises.make(tid, self.pages_promised(leg))
-        leg.tid, leg.left_queue = tid, time.monotonic()
+        self._enrol(leg, tid, self.pages_promised(leg))
+        leg.left_queue = time.monotonic()
+
+    def _enrol(self, leg: WorkerLeg, tid: TransferId, pages: int) -> None:
+        self.promises.make(tid, pages)
+        leg.tid = tid
         self.by_tid[tid] = leg
         self.tids[leg.rid] = tid
 
@@ -154,10 +158,7 @@ class Generation:
             if tid is None:
                 return
             del self.retracted[0]
-            self.promises.make(tid, max(need, self.pages_promised(leg)))
-            leg.tid = tid
-            self.by_tid[tid] = leg
-            self.tids[leg.rid] = tid
+            self._enrol(leg, tid, max(need, self.pages_promised(leg)))
             self.sequence(tid, computed=0, tokens=tokens)
 
     def forget(self, leg: WorkerLeg) -> bool:

@@ -1,0 +1,80 @@
+"""What decode and colocated workers share: legs that wait for pages, and answers that run, are retracted and end."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections import deque
+from typing import Any, Literal
+
+from quiesce.core.messages import TransferId
+from quiesce.engine.engine import Engine, Result
+from quiesce.roles.generation import Generation, Owner
+from quiesce.roles.legs import WorkerLeg
+from quiesce.roles.sequence import Outcome, Sequence
+from quiesce.roles.settings import WorkerSettings
+from quiesce.roles.worker import Worker
+
+log = logging.getLogger("quiesce.answering")
+
+
+class AnsweringWorker(Worker):
+    def __init__(self, settings: WorkerSettings, engine: Engine) -> None:
+        super().__init__(settings, engine)
+        self.generation = Generation(
+            self.ledger,
+            self.batch,
+            self.legs,
+            page_size=settings.page_size,
+            eos=frozenset(engine.eos_ids),
+            owner=Owner(self._finished_leg, self.local, self.release),
+            conservativeness=settings.schedule_conservativeness,
+        )
+        self.waiting: deque[WorkerLeg] = deque()
+
+    @abstractmethod
+    def local(self, pages: int) -> TransferId | None:
+        """Pages and an id for a request that computes its own prompt, or None when there are not enough."""
+
+    @abstractmethod
+    def release(self, tid: TransferId, reason: str) -> None:
+        """The request's hold on its pages ends."""
+
+    def give_up(self, leg: WorkerLeg, outcome: Literal["cancelled", "failed"], status: int, reason: str) -> None:
+        self.say_end(leg, outcome, status, reason)
+        tid = self.generation.tids.get(leg.rid)
+        if tid is not None:
+            self._leave(tid, reason)
+        elif not self.generation.forget(leg) and leg in self.waiting:
+            self.waiting.remove(leg)
+
+    def computed(self, sequence: Sequence, result: Result) -> None:
+        self.generation.computed(sequence, result)
+
+    def retract(self, sequence: Sequence) -> None:
+        self.generation.retract(sequence)
+
+    def step_failed(self, sequence: Sequence, error: Exception) -> None:
+        ids = {"rid": sequence.rid, "transfer": str(sequence.tid)}
+        log.error("it failed in the engine", exc_info=error, extra=ids)
+        self.give_up(self.generation.by_tid[sequence.tid], "failed", 500, f"the engine failed: {error}")
+
+    def rid_of(self, tid: TransferId) -> str | None:
+        leg = self.generation.by_tid.get(tid)
+        return None if leg is None else leg.rid
+
+    def _finished_leg(self, leg: WorkerLeg, outcome: Outcome) -> None:
+        self.say_end(leg, outcome)
+        self._leave(self.generation.tids[leg.rid], outcome)
+
+    def _leave(self, tid: TransferId, reason: str) -> None:
+        self.generation.leave(tid)
+        self.release(tid, reason)
+
+    def tables(self) -> dict[str, Any]:
+        return {
+            "waiting": len(self.waiting),
+            "promised": self.generation.promises.promised,
+            "retracted": len(self.generation.retracted),
+            "retractions": self.generation.retractions,
+        }
