@@ -24,6 +24,8 @@ class Ask(msgspec.Struct, frozen=True):
     deadline: float  # of the running event loop's clock, seconds
     group: str = ""
     priority: int = 0  # lower is served first
+    tenant: str = ""  # whose budgets it uses: the name of its API key, never what a client says of itself
+    exact: bool = True  # drawn greedily or from the client's own seed: another worker would go on the same way
 
 
 class Verdict(msgspec.Struct, frozen=True):

@@ -50,7 +50,9 @@ def asks(
         for sample in range(wanted.n):
             own = rid if single else f"{rid}-{len(found)}"
             group = f"{rid}/{i}" if wanted.n > 1 else ""
-            found.append(Ask(own, label, ids, sampling(sample), deadline, group, wanted.priority))
+            drawn = sampling(sample)
+            exact = wanted.seed is not None or drawn.temperature == 0
+            found.append(Ask(own, label, ids, drawn, deadline, group, wanted.priority, exact=exact))
     return found
 
 

@@ -287,6 +287,9 @@ class Register(Message, frozen=True):
     progress: int
     queued: int
     running: int
+    waiting_tokens: int = 0  # prompt tokens that are still to be computed here, or to arrive
+    draining: bool = False  # takes no new work
+    local_prefill: bool = False  # a decode worker that computes prompts of its own when asked to
 
 
 class Registered(Message, frozen=True):
@@ -313,6 +316,10 @@ class Start(Message, frozen=True):
     salt: str = ""
     priority: int = 0  # lower is served first and retracted last
     group: str = ""  # samples of one prompt share it, and prefill computes the prompt once for them
+    tenant: str = ""  # whose budgets it uses; a label that the router sets, never the client
+    resumed: int = 0  # so many of the last `token_ids` are an answer that another worker began
+    local: bool = False  # a decode leg without a hand-off: it computes the prompt itself
+    probe: bool = False  # a test of this worker alone, over the null transport
 
 
 class Cancel(Message, frozen=True):
@@ -344,6 +351,7 @@ class Ended(Message, frozen=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    fault: Literal["", "self", "peer"] = ""  # of a failure: whose it was. Empty: nobody's, or not known
 
 
 class Inspect(Message, frozen=True):
