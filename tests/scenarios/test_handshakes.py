@@ -39,8 +39,7 @@ class Caller:
             keys,
             self.epoch,
             engine.fingerprint,
-            self.transport.descriptor(),
-            lambda epoch: self.transport.generation(epoch) is not None,
+            self.transport,
             patience=10.0,
         )
         self.peer: PrefillPeer | None = None

@@ -12,7 +12,9 @@ from quiesce.transfer.interface import Arena, FenceProof, Outcome, Post
 class FenceByWord(shm.ShmTransport):
     """States a fence without killing anything."""
 
-    def fence(self, peer_epoch: int, generation: int | None = None) -> FenceProof | None:
+    def fence(
+        self, peer_epoch: int, generation: int | None = None, pages: frozenset[int] | None = None
+    ) -> FenceProof | None:
         current = self.generation(peer_epoch)
         return None if current is None else FenceProof("fenced", peer_epoch, generation or current)
 

@@ -30,7 +30,8 @@ BUSY_DEFERRALS = 4  # holds that BUSY may add before a costly fence is asked for
 
 
 class Holdings:
-    """`epoch` is this process's; `expiry` is `hold` or, for operators who want upstream's behaviour, `release`."""
+    """`epoch` is this process's; `expiry` is `hold` or, for operators who want upstream's behaviour, `release`;
+    `page_fence`: the transport can fence a transfer's pages and leave the peer's other transfers alone."""
 
     def __init__(
         self,
@@ -40,6 +41,7 @@ class Holdings:
         rank: int = 0,
         expiry: str = "hold",
         costly_fence: bool = False,
+        page_fence: bool = False,
         ids: Ids | None = None,
     ) -> None:
         self.epoch = epoch
@@ -48,10 +50,12 @@ class Holdings:
         self.ledger = ledger
         self.expiry = expiry
         self.costly_fence = costly_fence
+        self.page_fence = page_fence
         self.transfers: dict[TransferId, Transfer] = {}
         self.stale = 0
         self.ended: Counter[str] = Counter()
-        self._fencing: dict[int, int] = {}  # peer epoch -> generation a fence is running for
+        # (peer epoch, pages or None for all) -> generation a fence is running for
+        self._fencing: dict[tuple[int, frozenset[int] | None], int] = {}
         self._granted: dict[int, int] = {}  # peer epoch -> newest generation it was ever granted
 
     @property
@@ -198,14 +202,23 @@ class Holdings:
     def _revoke_all(self, peers: list[Published]) -> list[Action]:
         actions: list[Action] = []
         for peer in peers:
-            actions += self._revoke(self._key(peer.offer.leg).epoch, peer.offer.grant.generation, dead=peer.lost)
+            leg = peer.offer.leg
+            pages = frozenset(self.ledger.pages(leg.tid)) if self.page_fence else None
+            asked = Revoke(self._key(leg).epoch, peer.offer.grant.generation, self._asks_death(peer), pages)
+            if self._fencing.get((asked.epoch, pages), -1) < asked.generation:
+                self._fencing[asked.epoch, pages] = asked.generation
+                actions.append(asked)
         return actions
 
-    def _revoke(self, epoch: int, generation: int, *, dead: bool) -> list[Action]:
-        if self._fencing.get(epoch, -1) >= generation:
-            return []
-        self._fencing[epoch] = generation
-        return [Revoke(epoch, generation, dead)]
+    def _asks_death(self, peer: Published) -> bool:
+        return peer.lost
+
+    def _answered(self, proof: Proof) -> None:
+        """No fence runs any more for what this proof is about, be it for some of its pages only."""
+        for (epoch, pages), generation in list(self._fencing.items()):
+            apart = pages is not None and proof.pages is not None and pages.isdisjoint(proof.pages)
+            if epoch == proof.epoch and not apart and (proof.generation is None or generation <= proof.generation):
+                del self._fencing[epoch, pages]
 
     def _peer_lost(self, event: PeerLost) -> list[Action]:
         actions: list[Action] = []
@@ -224,8 +237,7 @@ class Holdings:
     def _revoked(self, event: Revoked) -> list[Action]:
         """Closes what it covers and nothing else; what it covers and was still under way never commits."""
         proof = event.proof
-        if proof.generation is None or self._fencing.get(proof.epoch, -1) <= proof.generation:
-            self._fencing.pop(proof.epoch, None)
+        self._answered(proof)
         actions: list[Action] = []
         for transfer in list(self.transfers.values()):
             for peer in transfer.published.values():
@@ -257,12 +269,17 @@ class Holdings:
         return self._closed(transfer, transfer.cause or "quarantine")
 
     def _not_revoked(self, event: NotRevoked) -> list[Action]:
-        if self._fencing.get(event.epoch) == event.generation:
-            del self._fencing[event.epoch]
+        if self._fencing.get((event.epoch, event.pages)) == event.generation:
+            del self._fencing[event.epoch, event.pages]
         actions: list[Action] = []
         for transfer in self.transfers.values():
-            if transfer.state is State.HOLDING and any(
-                not p.proven and self._key(p.offer.leg).epoch == event.epoch for p in transfer.published.values()
+            about = event.pages is None or not event.pages.isdisjoint(self.ledger.pages(transfer.tid))
+            if (
+                about
+                and transfer.state is State.HOLDING
+                and any(
+                    not p.proven and self._key(p.offer.leg).epoch == event.epoch for p in transfer.published.values()
+                )
             ):
                 self.ledger.retain(transfer.tid)
                 transfer.repeats += 1

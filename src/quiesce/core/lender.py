@@ -225,7 +225,8 @@ class Lender(Holdings):
         transfer.cause = "digest mismatch: the pages were changed by a foreign writer"
         # A fence that already runs for a peer may have taken effect before the foreign write: it owes a newer one.
         transfer.accused = {
-            epoch: max(self._granted.get(epoch, 0), self._fencing.get(epoch, -1) + 1) for epoch in event.peers
+            epoch: max([self._granted.get(epoch, 0), *(g + 1 for (e, _), g in self._fencing.items() if e == epoch)])
+            for epoch in event.peers
         }
         self.ledger.lend(LeaseKey.foreign(transfer.tid))
         self.ledger.end(transfer.tid)

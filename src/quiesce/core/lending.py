@@ -97,6 +97,7 @@ class NotRevoked:
 
     epoch: int
     generation: int
+    pages: frozenset[int] | None = None  # as asked for
 
 
 Event = Heard | Fired | Publish | End | Verified | PeerLost | Revoked | NotRevoked

@@ -61,11 +61,13 @@ class Arm:
 @dataclass(frozen=True, slots=True)
 class Revoke:
     """Ask the transport for GONE (when `dead`) or FENCED of this peer. Answer each with exactly one `Revoked`, whose
-    proof reaches `generation`, or else `NotRevoked`."""
+    proof reaches `generation`, or else `NotRevoked`. `pages`: those in question, where a fence of pages can be had;
+    None: all that the peer may touch."""
 
     epoch: int
     generation: int
     dead: bool
+    pages: frozenset[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

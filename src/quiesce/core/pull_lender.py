@@ -50,10 +50,13 @@ class PullLender(Holdings, ClosedSets):
         rank: int = 0,
         expiry: str = "hold",
         costly_fence: bool = False,
+        page_fence: bool = False,
         lease_ms: int = 10_000,
         max_records: int = 4096,
     ) -> None:
-        Holdings.__init__(self, epoch, ledger, rank=rank, expiry=expiry, costly_fence=costly_fence)
+        Holdings.__init__(
+            self, epoch, ledger, rank=rank, expiry=expiry, costly_fence=costly_fence, page_fence=page_fence
+        )
         ClosedSets.__init__(self)
         self.lease_ms = lease_ms
         self.max_records = max_records

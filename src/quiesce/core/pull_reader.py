@@ -16,7 +16,7 @@ from quiesce.core.closed_set import Ids
 from quiesce.core.holding import Holdings
 from quiesce.core.ledger import Ledger
 from quiesce.core.lender import DESIGNATED_RANK
-from quiesce.core.lending import End, NotRevoked, PeerLost, Revoked, State, Transfer
+from quiesce.core.lending import End, NotRevoked, PeerLost, Published, Revoked, State, Transfer
 from quiesce.core.machine import Action, Arm, CheckGrant, Committed, Fired, Heard, Post, Send, Timer, TryDrain
 from quiesce.core.messages import (
     Abort,
@@ -55,9 +55,10 @@ class PullReader(Holdings, Posting[Reading]):
         window: int = 4,
         batch: int = 256,
         expiry: str = "hold",
+        page_fence: bool = False,
         ids: Ids | None = None,
     ) -> None:
-        Holdings.__init__(self, epoch, ledger, rank=rank, expiry=expiry, ids=ids)
+        Holdings.__init__(self, epoch, ledger, rank=rank, expiry=expiry, page_fence=page_fence, ids=ids)
         Posting.__init__(self)
         self.window = window
         self.batch = batch
@@ -305,9 +306,9 @@ class PullReader(Holdings, Posting[Reading]):
                 actions += self._revoke_all([reading for reading in mine if not reading.proven])
         return actions
 
-    def _revoke(self, epoch: int, generation: int, *, dead: bool) -> list[Action]:
+    def _asks_death(self, peer: Published) -> bool:
         """A fence of our own reads; that the source is gone says nothing about them."""
-        return super()._revoke(epoch, generation, dead=False)
+        return False
 
     def _fenced(self, event: Revoked) -> list[Action]:
         return self._drop() if event.proof.kind is ProofKind.GONE else self._revoked(event)

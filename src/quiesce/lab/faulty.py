@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from quiesce.core.messages import Grant
 from quiesce.core.posting import Outcome
-from quiesce.transfer.interface import Arena, FenceProof, Peer, PeerLost, Post, Region, Transport
+from quiesce.transfer.interface import Access, Arena, FenceProof, Peer, PeerLost, Post, Region, Transport
 from quiesce.transfer.watch import Watch
 
 
@@ -28,6 +28,7 @@ class Fate:
 
 
 Decide = Callable[[int], Fate]  # number of pages of the write -> its fate
+Make = Callable[[Peer, Sequence[int], Sequence[int], Grant], Post]  # the inner transport's `write` or `read`
 
 
 def seeded(
@@ -51,9 +52,12 @@ def seeded(
 
 @dataclass
 class _Write:
+    """One write, or one read."""
+
     post: Post
-    src: list[int]
-    dst: list[int]
+    make: Make  # of the inner transport
+    first: list[int]  # its page lists, in the order of its arguments
+    second: list[int]
     grant: Grant
     fate: Fate
     held: bool
@@ -69,7 +73,7 @@ class _Write:
         return self.handed >= self.limit and not self.inner
 
 
-class FaultyTransport:
+class FaultyTransport(Transport):
     """Wraps `inner`; `decide` gives each write its fate. With a `clock` of your own, call `poll` to advance."""
 
     def __init__(self, inner: Transport, decide: Decide, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -102,12 +106,19 @@ class FaultyTransport:
     # ------------------------------------------------------------ posting
 
     def write(self, peer: Peer, src_pages: Sequence[int], dst_pages: Sequence[int], grant: Grant) -> Post:
+        return self._begin(self._inner.write, peer, src_pages, dst_pages, grant)
+
+    def read(self, peer: Peer, dst_pages: Sequence[int], src_pages: Sequence[int], grant: Grant) -> Post:
+        return self._begin(self._inner.read, peer, dst_pages, src_pages, grant)
+
+    def _begin(self, make: Make, peer: Peer, first: Sequence[int], second: Sequence[int], grant: Grant) -> Post:
         self._last += 1
-        fate = self._decide(len(src_pages))
-        limit = max(len(src_pages), len(dst_pages), 1)
+        fate = self._decide(len(first))
+        limit = max(len(first), len(second), 1)
         if fate.fail_after is not None:
             limit = min(limit, fate.fail_after)
-        write = _Write(Post(self._last, peer), list(src_pages), list(dst_pages), grant, fate, fate.hold, limit)
+        post = Post(self._last, peer)
+        write = _Write(post, make, list(first), list(second), grant, fate, fate.hold, limit)
         self._writes[write.post.id] = write
         if fate.tell_unknown:
             self._tell(write, Outcome.UNKNOWN)
@@ -140,7 +151,7 @@ class FaultyTransport:
             part = slice(write.handed, write.handed + step)
             write.handed += step
             write.due += pace
-            inner = self._inner.write(write.post.peer, write.src[part], write.dst[part], write.grant)
+            inner = write.make(write.post.peer, write.first[part], write.second[part], write.grant)
             write.inner.add(inner.id)
             self._by_inner[inner.id] = write
 
@@ -216,14 +227,36 @@ class FaultyTransport:
     def register(self, arena: Arena) -> Region:
         return self._inner.register(arena)
 
-    def descriptor(self) -> bytes:
-        return self._inner.descriptor()
+    def descriptor(self, peer_epoch: int | None = None) -> bytes:
+        return self._inner.descriptor(peer_epoch)
+
+    def reply(self, peer_epoch: int, descriptor: bytes, *, pull: bool = False) -> bytes:
+        return self._inner.reply(peer_epoch, descriptor, pull=pull)
+
+    def settle(self, peer_epoch: int, reply: bytes) -> None:
+        self._inner.settle(peer_epoch, reply)
+
+    def lend(
+        self, peer_epoch: int, pages: Sequence[int], *, access: Access = "write", generation: int | None = None
+    ) -> int | None:
+        return self._inner.lend(peer_epoch, pages, access=access, generation=generation)
+
+    def withdraw(self, peer_epoch: int, generation: int) -> None:
+        self._inner.withdraw(peer_epoch, generation)
+
+    def self_test(self) -> list[str]:
+        return self._inner.self_test()
+
+    def counters(self) -> dict[str, int]:
+        return self._inner.counters()
 
     def generation(self, peer_epoch: int) -> int | None:
         return self._inner.generation(peer_epoch)
 
-    def fence(self, peer_epoch: int, generation: int | None = None) -> FenceProof | None:
-        return self._inner.fence(peer_epoch, generation)
+    def fence(
+        self, peer_epoch: int, generation: int | None = None, pages: frozenset[int] | None = None
+    ) -> FenceProof | None:
+        return self._inner.fence(peer_epoch, generation, pages)
 
     def gone(self, peer_epoch: int) -> FenceProof | None:
         return self._inner.gone(peer_epoch)

@@ -45,6 +45,7 @@ class DecodeWorker(AnsweringWorker):
             self.ledger,
             expiry=settings.on_hold_expiry,
             costly_fence=transport.caps.fence_cost == "disrupts_all",
+            page_fence=transport.caps.fence == "page",
         )
         self.peers = PrefillPeers(
             self.context,
@@ -52,13 +53,13 @@ class DecodeWorker(AnsweringWorker):
             self.keys,
             self.epoch,
             engine.fingerprint,
-            transport.descriptor(),
-            lambda epoch: transport.generation(epoch) is not None,
+            transport,
             settings.hold_timeout,
         )
         self.received = 0  # prompt tokens that came over hand-offs
         self.asking = Asking(lambda epoch, room: self.peers.send(epoch, Await(room)))
-        self.revoking: dict[int, tuple[Revoke, float]] = {}
+        self.revoking: dict[tuple[int, frozenset[int] | None], tuple[Revoke, float]] = {}
+        self.lent: dict[TransferId, tuple[int, int]] = {}  # what the transport lets whom touch: epoch, generation
         self.timers.after(PING_SECONDS, "ping", self._ping)
 
     # ------------------------------------------------------------ legs
@@ -112,8 +113,6 @@ class DecodeWorker(AnsweringWorker):
         """Reserves and offers; False when the pool has no room for it now."""
         if not self.generation.fits(leg):
             return False
-        generation = self.transport.generation(prefill)
-        assert generation is not None
         tokens = len(leg.start.token_ids)
         tid = self.lender.reserve(
             {0: prefill},
@@ -126,6 +125,9 @@ class DecodeWorker(AnsweringWorker):
             return False
         self.waiting.remove(leg)
         self.generation.admit(leg, tid)
+        generation = self.transport.lend(prefill, self.ledger.pages(tid))
+        assert generation is not None
+        self.lent[tid] = (prefill, generation)
         remaining = leg.arrived + leg.start.deadline_ms / 1000 - time.monotonic()
         self.tell(Publish(tid, 0, self.region.id, generation, max(1, int(remaining * 1000))))
         return True
@@ -143,13 +145,14 @@ class DecodeWorker(AnsweringWorker):
             case Arm():
                 self.timers.arm(action)
             case Revoke():
-                self.revoking[action.epoch] = (action, time.monotonic() + FENCE_PATIENCE)
+                self.revoking[action.epoch, action.pages] = (action, time.monotonic() + FENCE_PATIENCE)
                 self._revoke()
             case Verify(tid, _):
                 # Digests are not negotiated by this version: a peer that sends one is not trusted to be right.
                 self.tell(Verified(tid, False, frozenset(self.peers.peers)))
             case Committed(tid, result):
                 self.timers.forget(tid)
+                self._withdraw(tid)
                 self.transport.consume_barrier(self.ledger.pages(tid))
                 leg = self.generation.by_tid[tid]
                 leg.cached_tokens = result.cached_tokens
@@ -161,8 +164,15 @@ class DecodeWorker(AnsweringWorker):
                 self._lost(tid, reason)
             case Closed(tid):
                 self.timers.forget(tid)
+                self._withdraw(tid)
             case _:
                 raise AssertionError(f"a lender does not ask for {action}")
+
+    def _withdraw(self, tid: TransferId) -> None:
+        """Every lease on it is closed: whoever touches its pages now has no right to."""
+        lent = self.lent.pop(tid, None)
+        if lent is not None:
+            self.transport.withdraw(*lent)
 
     def _lost(self, tid: TransferId, reason: str) -> None:
         leg = self.generation.by_tid.get(tid)
@@ -199,17 +209,20 @@ class DecodeWorker(AnsweringWorker):
 
     def _revoke(self) -> None:
         """Asks until the transport has its proof; only a proof of the asked generation ends the asking."""
-        for epoch, (asked, until) in list(self.revoking.items()):
+        for key, (asked, until) in list(self.revoking.items()):
+            epoch, pages = key
             proof = self.transport.gone(epoch) if asked.dead else None
             if proof is None or proof.generation < asked.generation:
-                proof = self.transport.fence(epoch, asked.generation)
+                proof = self.transport.fence(epoch, asked.generation, pages)
             if proof is not None and proof.generation >= asked.generation:
-                del self.revoking[epoch]
-                make = Proof.gone if proof.kind == "gone" else Proof.fenced
-                self.tell(Revoked(make(epoch, proof.generation)))
+                self.revoking.pop(key, None)
+                gone = Proof.gone(epoch, proof.generation)
+                self.tell(
+                    Revoked(gone if proof.kind == "gone" else Proof.fenced(epoch, proof.generation, proof.pages))
+                )
             elif time.monotonic() > until:
-                del self.revoking[epoch]
-                self.tell(NotRevoked(epoch, asked.generation))
+                self.revoking.pop(key, None)
+                self.tell(NotRevoked(epoch, asked.generation, pages))
             else:
                 self.timers.after(FENCE_POLL, "revoke", self._revoke)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import msgspec
 
 from quiesce.channel import Listener, Received
-from quiesce.core.messages import Confirm, Fingerprint, HandOff, Hello, Ping, Pong, Unwelcome, Wire
+from quiesce.core.messages import Confirm, Fingerprint, HandOff, Hello, Ping, Pong, Unwelcome, Welcome, Wire
 from quiesce.core.session import Handshake
 from quiesce.transfer.interface import Peer, Transport
 
@@ -25,6 +27,7 @@ class DecodePeer:
     descriptor: bytes
     rank: int = 0
     peer: Peer | None = None  # the transport's connection, once the epoch is taken
+    replaced: list[Peer] = field(default_factory=list)  # earlier ones with something still to be heard of
 
 
 class DecodePeers:
@@ -90,6 +93,13 @@ class DecodePeers:
             self._by_sender[received.sender] = known
         known.descriptor, known.rank = hello.descriptor, hello.rank
         answer = known.handshake.on_hello(hello)
+        if isinstance(answer, Welcome):
+            try:
+                answer = msgspec.structs.replace(
+                    answer, descriptor=self._transport.reply(hello.epoch, hello.descriptor)
+                )
+            except ValueError as error:
+                answer = Unwelcome(self._epoch, hello.challenge, f"transfer engine: {error}")
         if isinstance(answer, Unwelcome):
             self.refused += 1
             del self._by_sender[received.sender]
@@ -117,7 +127,7 @@ class DecodePeers:
             self._by_sender.pop(before.sender, None)  # the same process on a new connection
         self.by_epoch[confirm.epoch] = known
         try:
-            known.peer = self._transport.connect(known.descriptor, self._epoch)
+            self._connect(known)
         except ValueError as error:
             self.forget(confirm.epoch)
             self.refused += 1
@@ -130,6 +140,20 @@ class DecodePeers:
             return
         if before is None:
             log.info("session with a decode worker", extra={"peer_epoch": f"{confirm.epoch:016x}"})
+
+    def _connect(self, known: DecodePeer) -> None:
+        """The same descriptor gives the same connection; another one means that the old one is fenced over there."""
+        before, known.peer = known.peer, self._transport.connect(known.descriptor, self._epoch)
+        if before is not None and before != known.peer:
+            self._transport.disconnect(before)
+            known.replaced = [peer for peer in (*known.replaced, before) if not self._transport.drain(peer)]
+
+    def drained(self, epoch: int) -> bool:
+        """Whether everything posted for it, on whatever connection, has landed or never will."""
+        known = self.by_epoch.get(epoch)
+        if known is None or known.peer is None:
+            return False
+        return all(self._transport.drain(peer) for peer in (known.peer, *known.replaced))
 
     def forget(self, epoch: int) -> None:
         known = self.by_epoch.pop(epoch, None)

@@ -217,8 +217,7 @@ class PrefillWorker(Worker):
             case Post():
                 self._post(action)
             case TryDrain(leg):
-                peer = self._connection(leg)
-                self.tell(DrainSaid(leg, peer is not None and self.transport.drain(peer)))
+                self.tell(DrainSaid(leg, self.peers.drained(leg.tid.epoch)))
             case Stopped(leg, reason):
                 self._stopped(leg, reason)
             case _:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ import zmq
 from quiesce.channel import KeyPair, Link, LinkEvent
 from quiesce.core.messages import Address, Fingerprint, Unwelcome, Welcome, Wire
 from quiesce.core.session import Handshake
+from quiesce.transfer.interface import Transport
 
 log = logging.getLogger("quiesce.sessions")
 
@@ -47,7 +47,8 @@ class PrefillPeer:
 
 
 class PrefillPeers:
-    """`attached(epoch)`: the transport has a generation for it, so a grant can be made."""
+    """A peer is ready once it is taken and the transport has a generation for it, so that a grant can be made. One
+    that is not, or not any more, gets HELLO again, each time with the descriptor that the transport has for it."""
 
     def __init__(
         self,
@@ -56,8 +57,7 @@ class PrefillPeers:
         keys: KeyPair,
         epoch: int,
         fingerprint: Fingerprint,
-        descriptor: bytes,
-        attached: Callable[[int], bool],
+        transport: Transport,
         patience: float,
     ) -> None:
         """`patience`: seconds in which a peer that was reached must answer."""
@@ -66,8 +66,7 @@ class PrefillPeers:
         self._keys = keys
         self._epoch = epoch
         self._fingerprint = fingerprint
-        self._descriptor = descriptor
-        self._attached = attached
+        self._transport = transport
         self._patience = patience
         self.peers: dict[int, PrefillPeer] = {}
 
@@ -88,9 +87,10 @@ class PrefillPeers:
         return peer
 
     def ready(self, peer: PrefillPeer) -> bool:
-        if not (peer.taken and self._attached(peer.address.epoch)):
+        if not (peer.taken and self._transport.generation(peer.address.epoch) is not None):
             return False
         peer.ready_at = time.monotonic()
+        peer.hellos = min(peer.hellos, 1)  # should it be lost, it is greeted without delay
         return True
 
     def hopeless(self, peer: PrefillPeer) -> str | None:
@@ -146,6 +146,11 @@ class PrefillPeers:
             anew = not peer.taken
             confirm = peer.handshake.on_welcome(message)
             if confirm is not None:
+                try:
+                    self._transport.settle(message.epoch, message.descriptor)
+                except ValueError as error:
+                    peer.refusal = f"transfer engine: {error}"
+                    return True
                 peer.link.send(confirm)
                 if anew:
                     said = {"peer_epoch": f"{message.epoch:016x}"}
@@ -165,7 +170,7 @@ class PrefillPeers:
             return
         peer.hello_at = now + min(HELLO_MOST, HELLO_FIRST * 2 ** min(peer.hellos, 8))
         peer.hellos += 1
-        peer.link.send(peer.handshake.hello(self._descriptor))
+        peer.link.send(peer.handshake.hello(self._transport.descriptor(peer.address.epoch)))
 
     def drop(self, epoch: int) -> None:
         peer = self.peers.pop(epoch, None)

@@ -9,7 +9,7 @@ import msgspec
 
 from quiesce.core.messages import Grant
 from quiesce.core.posting import Outcome
-from quiesce.transfer.interface import Arena, Capabilities, FenceProof, Peer, PeerLost, Post, Region
+from quiesce.transfer.interface import Arena, Capabilities, FenceProof, Peer, PeerLost, Post, Region, Transport
 
 _GENERATION = 1  # nothing is ever written, so there is nothing to tell apart
 
@@ -22,7 +22,7 @@ class _Descriptor(msgspec.Struct, frozen=True):
 _decoder = msgspec.msgpack.Decoder(_Descriptor)
 
 
-class NullTransport:
+class NullTransport(Transport):
     """Every post is PLACED with nothing moved; every proof is true because nothing is ever in flight."""
 
     caps = Capabilities(
@@ -57,13 +57,15 @@ class NullTransport:
     def register(self, arena: Arena) -> Region:
         return Region(0, arena.count, arena.page_bytes)
 
-    def descriptor(self) -> bytes:
+    def descriptor(self, peer_epoch: int | None = None) -> bytes:
         return msgspec.msgpack.encode(_Descriptor("null", self._epoch))
 
     def generation(self, peer_epoch: int) -> int | None:
         return _GENERATION
 
-    def fence(self, peer_epoch: int, generation: int | None = None) -> FenceProof | None:
+    def fence(
+        self, peer_epoch: int, generation: int | None = None, pages: frozenset[int] | None = None
+    ) -> FenceProof | None:
         return FenceProof("fenced", peer_epoch, _GENERATION)
 
     def gone(self, peer_epoch: int) -> FenceProof | None:

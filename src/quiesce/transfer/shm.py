@@ -11,7 +11,7 @@ from quiesce.core.messages import Grant
 from quiesce.core.posting import Outcome
 from quiesce.transfer import mover_wire as wire
 from quiesce.transfer.arena import SEALS, shared_arena
-from quiesce.transfer.interface import Arena, Capabilities, FenceProof, Peer, PeerLost, Post, Region
+from quiesce.transfer.interface import Arena, Capabilities, FenceProof, Peer, PeerLost, Post, Region, Transport
 from quiesce.transfer.shm_lender import Lender
 from quiesce.transfer.shm_poster import STALL_SECONDS, Poster
 from quiesce.transfer.watch import Watch
@@ -32,7 +32,7 @@ CAPABILITIES = Capabilities(
 )
 
 
-class ShmTransport:
+class ShmTransport(Transport):
     """Lends and posts pages of one arena. `run_dir` holds the listening socket (mode 0600, fresh name).
 
     A mover that has work and is silent for `stall_seconds` is killed: what it had not placed ends FAILED_CLEAN.
@@ -75,13 +75,15 @@ class ShmTransport:
         self._poster.use(arena)
         return Region(0, arena.count, arena.page_bytes)
 
-    def descriptor(self) -> bytes:
+    def descriptor(self, peer_epoch: int | None = None) -> bytes:
         return self._lender.descriptor()
 
     def generation(self, peer_epoch: int) -> int | None:
         return self._lender.generation(peer_epoch)
 
-    def fence(self, peer_epoch: int, generation: int | None = None) -> FenceProof | None:
+    def fence(
+        self, peer_epoch: int, generation: int | None = None, pages: frozenset[int] | None = None
+    ) -> FenceProof | None:
         proof = self._lender.fence(peer_epoch, generation)
         self._settle()
         return proof
