@@ -85,7 +85,7 @@ def test_defaults() -> None:
         ("logit_bias", {"5": 1, "05": 2}),
         ("logit_bias", {str(i): 1 for i in range(1025)}),
         ("logit_bias", [1]),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "xml"}),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
         ("best_off", 1),

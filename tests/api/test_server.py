@@ -185,7 +185,7 @@ async def test_every_sampling_field_reaches_both_workers(c: Cluster) -> None:
     for worker in (c.prefill, c.decode):
         (start,) = worker.starts.values()
         assert start.sampling == expected and start.priority == -3
-    assert set(msgspec.structs.asdict(expected)) - set(fields) == {"logit_bias", "stop_token_ids"}
+    assert set(msgspec.structs.asdict(expected)) - set(fields) == {"logit_bias", "stop_token_ids", "grammar"}
 
 
 async def test_a_request_is_logged_once_with_its_ids(c: Cluster, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,9 +21,12 @@ from transformers import PreTrainedTokenizerFast
 
 from quiesce.api.defaults import sampling_defaults
 from quiesce.api.detokenize import Vocabulary
-from quiesce.api.errors import ApiError, invalid
+from quiesce.api.errors import ApiError, invalid, unavailable
+from quiesce.api.structure import unusable
+from quiesce.engine.grammar import GrammarError, Grammars
 
 THREADS = 2
+GRAMMAR_SECONDS = 5.0
 T = TypeVar("T")
 
 
@@ -55,6 +58,8 @@ class TextModel:
             raise ValueError(f"{folder}: {error}") from None
         self._longest_token = _longest_token(self._tokenizer)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
+        self._grammars = Grammars(folder, self.vocabulary_size, self.eos_ids)
+        self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")  # its own: some take 100 ms
 
     @property
     def has_chat_template(self) -> bool:
@@ -62,6 +67,7 @@ class TextModel:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._grammar_thread.shutdown(wait=False, cancel_futures=True)
 
     async def encode(
         self, prompt: str | list[int] | list[dict[str, str]], limit: int, where: str = "prompt"
@@ -92,6 +98,17 @@ class TextModel:
     async def encode_chat(self, messages: list[dict[str, str]], open_answer: bool = True) -> list[int]:
         """`open_answer`: with the words that make the model answer. Raises ApiError 400."""
         return await self._in_thread(lambda: self._encode_chat(messages, open_answer))
+
+    async def check_grammar(self, grammar: str, where: str) -> None:
+        """Raises ApiError 400 about the field `where` for what cannot be compiled, so that no worker is asked."""
+        checking = asyncio.get_running_loop().run_in_executor(self._grammar_thread, self._grammars.begin, grammar)
+        try:
+            await asyncio.wait_for(checking, GRAMMAR_SECONDS)
+        except GrammarError as error:
+            raise unusable(where, str(error)) from None
+        except TimeoutError:
+            text = f"{where}: could not be checked within {GRAMMAR_SECONDS:g} s, other grammars come first"
+            raise unavailable(text, "grammars_busy") from None
 
     async def decode(self, ids: list[int]) -> str:
         """The text of ids, special tokens written out. Raises ApiError 400 for an id out of the vocabulary."""

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from quiesce.api import schemas
+from quiesce.api import schemas, structure
 from quiesce.api.errors import ApiError, invalid
 from quiesce.api.schemas import ChatBody, ChatMessage, CompletionBody, StreamOptions
 
@@ -45,6 +45,8 @@ class Wanted(msgspec.Struct, frozen=True):
     include_usage: bool
     ignored: tuple[str, ...]
     kind: Literal["prompt", "messages"]  # what the field is called
+    grammar: str = ""  # what the answer must be; empty: anything
+    grammar_field: str = ""  # the field that says so
 
 
 _chat = msgspec.json.Decoder(ChatBody)
@@ -150,6 +152,9 @@ def _wanted(
     if options.include_obfuscation:
         ignored.append("stream_options.include_obfuscation")
     limit = _in_range("max_tokens", body.max_tokens)
+    grammar = structure.grammar_of(body)
+    if grammar and body.ignore_eos:
+        raise invalid("ignore_eos", "cannot be combined with a grammar: its end ends the answer")
     return Wanted(
         model=body.model,
         prompts=prompts,
@@ -171,6 +176,8 @@ def _wanted(
         include_usage=bool(options.include_usage),
         ignored=tuple(ignored),
         kind=kind,
+        grammar=grammar,
+        grammar_field=structure.field_of(body) if grammar else "",
     )
 
 

@@ -20,6 +20,8 @@ async def tokenize(wanted: Wanted, text: TextModel, limit: int) -> list[tuple[in
     prompts = [await text.encode(prompt, limit, _where(wanted, i)) for i, prompt in enumerate(wanted.prompts)]
     text.checked(wanted.stop_token_ids, "stop_token_ids")
     text.checked((id for id, _ in wanted.logit_bias), "logit_bias")
+    if wanted.grammar:
+        await text.check_grammar(wanted.grammar, wanted.grammar_field)
     return prompts
 
 
@@ -85,6 +87,7 @@ def _sampling(wanted: Wanted, prompt: int, defaults: dict[str, Any], limit: int)
             ignore_eos=wanted.ignore_eos,
             logprobs=wanted.logprobs,
             prompt_logprobs=max(shown, default=None),
+            grammar=wanted.grammar,
             **fields,
         )
 

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from quiesce.api.structure import ResponseFormat, StructuredOutputs
+
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKENS = 64
@@ -61,7 +63,6 @@ IGNORED = (
 # Known fields that are not served yet: these values ask for nothing and are fine, others are refused.
 ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -115,7 +116,14 @@ class Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
 
-    response_format: Any = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
 
 class Part(msgspec.Struct, forbid_unknown_fields=True):

@@ -275,6 +275,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
     logprobs: int | None = None  # how many alternatives to report for each token; 0: the token's own only
     prompt_logprobs: int | None = None
+    grammar: str = ""  # what the answer must be, in the grammar library's own notation; empty: anything
 
 
 class Register(Message, frozen=True):

@@ -11,6 +11,7 @@ import torch
 from quiesce.core.messages import Sampling
 from quiesce.engine.config import ModelConfig
 from quiesce.engine.errors import EngineError
+from quiesce.engine.grammar import Progress
 from quiesce.engine.kv import KVPool
 from quiesce.engine.penalties import needs_history
 
@@ -27,7 +28,7 @@ class Row:
     the request make its randomness and its penalties, so any engine that is given the same draws the same.
 
     `history` is the request's own list of prompt and answer, `prompt_tokens` of them the prompt: only read,
-    only during the step. Sampling with penalties or min_tokens needs it up to the end of this row, and
+    only during the step. Sampling with penalties, min_tokens or a grammar needs it up to the end of this row, and
     `prompt_logprobs` (how many alternatives; None: not wanted) the whole prompt: the row then returns
     log-probabilities for those of positions start + 1 to start + len(tokens) that are the prompt's.
     """
@@ -39,6 +40,7 @@ class Row:
     history: Sequence[int] = ()
     prompt_tokens: int = 0
     prompt_logprobs: int | None = None
+    grammar: Progress | None = None  # the answer's own; needed where `sample` names a grammar
 
     @property
     def end(self) -> int:
@@ -118,6 +120,8 @@ def check_rows(rows: Sequence[Row], config: ModelConfig, kv: KVPool, context_len
 def _check_history(row: Row, what: str, vocab_size: int) -> None:
     """Penalties over the wrong tokens are wrong answers that nobody sees, so a row must bring the right ones."""
     drawn = row.sample is not None and needs_history(row.sample)
+    if row.sample is not None and row.sample.grammar and row.grammar is None:
+        raise EngineError(f"{what} is to be drawn by a grammar that was not compiled")
     if not drawn and row.prompt_logprobs is None:
         return
     if row.prompt_tokens < 1 or (drawn and row.prompt_tokens > row.end):

@@ -15,6 +15,7 @@ from quiesce.engine.batch import Batch, Row, check_rows, plan
 from quiesce.engine.config import dtype_of, read_config
 from quiesce.engine.errors import EngineError, NonFiniteLogits
 from quiesce.engine.fingerprint import fingerprint
+from quiesce.engine.grammar import Grammars
 from quiesce.engine.kv import KVPool
 from quiesce.engine.logprobs import token_logprob
 from quiesce.engine.model import Model
@@ -65,6 +66,7 @@ class Engine:
             )
         self.eos_ids = self.model_config.eos_ids
         self.fingerprint = fingerprint(self.model_config, dtype, page_size)
+        self.grammars = Grammars(Path(model_dir), self.model_config.vocab_size, self.eos_ids)
         self.deterministic = deterministic
         self._block = page_size
         if deterministic:
@@ -146,7 +148,15 @@ class Engine:
     def _draw(self, row: Row, line: np.ndarray) -> Sampled:
         assert row.sample is not None
         known = row.known() if needs_history(row.sample) else ()
-        return sample(line, row.sample, row.end, history=known, prompt_tokens=row.prompt_tokens, eos_ids=self.eos_ids)
+        return sample(
+            line,
+            row.sample,
+            row.end,
+            history=known,
+            prompt_tokens=row.prompt_tokens,
+            eos_ids=self.eos_ids,
+            allowed=row.grammar.allowed(known, row.prompt_tokens) if row.sample.grammar and row.grammar else None,
+        )
 
     def _prompt_logprobs(
         self, row: Row, number: int, batch: Batch, hidden: torch.Tensor, bad: set[int]

@@ -10,6 +10,7 @@ from quiesce.core.messages import Sampling, TokenLogprob
 from quiesce.engine.batch import Row
 from quiesce.engine.engine import Engine
 from quiesce.engine.errors import EngineError
+from quiesce.engine.grammar import Progress
 from quiesce.engine.penalties import stopping
 
 
@@ -30,6 +31,7 @@ class _Request:
     prompt_tokens: int
     sampling: Sampling
     answer: Answer
+    grammar: Progress | None = None
     pages: list[int] = field(default_factory=list)
     computed: int = 0
 
@@ -44,6 +46,7 @@ class _Request:
             history=self.tokens,
             prompt_tokens=self.prompt_tokens,
             prompt_logprobs=self.sampling.prompt_logprobs if prefilling else None,
+            grammar=self.grammar,
         )
 
 
@@ -85,6 +88,8 @@ class LocalEngine:
         ]
         for request in requests:
             self._check(request)
+            if request.sampling.grammar:
+                request.grammar = self._engine.grammars.begin(request.sampling.grammar)
         waiting, running = deque(requests), list[_Request]()
         while waiting or running:
             while waiting and len(running) < concurrency and self._admit(waiting[0]):

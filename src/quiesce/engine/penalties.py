@@ -18,6 +18,7 @@ def needs_history(sampling: Sampling) -> bool:
         or sampling.presence_penalty
         or sampling.frequency_penalty
         or sampling.min_tokens > 0
+        or sampling.grammar
     )
 
 
@@ -27,13 +28,19 @@ def stopping(sampling: Sampling, eos_ids: Collection[int]) -> set[int]:
 
 
 def penalised(
-    logits: np.ndarray, sampling: Sampling, history: Sequence[int], prompt_tokens: int, eos_ids: Collection[int]
+    logits: np.ndarray,
+    sampling: Sampling,
+    history: Sequence[int],
+    prompt_tokens: int,
+    eos_ids: Collection[int],
+    allowed: np.ndarray | None = None,
 ) -> np.ndarray:
     """`logits` (float32 [vocab]) as `sampling` wants them, -inf where a token is forbidden; a copy if changed.
 
     In this order: repetition penalty (every token of `history`: a positive logit is divided by it, another
     multiplied), presence and frequency penalty (tokens after the first `prompt_tokens` of `history`),
-    bias, and until `min_tokens` are there, no token that would end the answer.
+    bias, until `min_tokens` are there no token that would end the answer, and nothing but what is `allowed`
+    (bool [vocab]). The grammar wins: when `min_tokens` forbids all that it allows, that is allowed.
     """
     presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
     out = logits
@@ -50,4 +57,7 @@ def penalised(
         out[token] += np.float32(bias)
     if sampling.min_tokens > max(0, len(history) - prompt_tokens):
         out[list(stopping(sampling, eos_ids))] = FORBIDDEN
-    return out
+    if allowed is None:
+        return out
+    masked = np.where(allowed, out, FORBIDDEN)
+    return masked if masked.max() > FORBIDDEN else np.where(allowed, logits, FORBIDDEN)

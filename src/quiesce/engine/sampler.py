@@ -61,6 +61,8 @@ def check_sampling(sampling: Sampling, vocab_size: int, eos_ids: Collection[int]
     for token in sampling.stop_token_ids:
         if not 0 <= token < vocab_size:
             raise EngineError(f"stop token {token} is outside 0..{vocab_size - 1}")
+    if sampling.grammar and sampling.ignore_eos:
+        raise EngineError("ignore_eos and a grammar exclude each other: the end of the grammar ends the answer")
     if sampling.min_tokens and len(stopping(sampling, eos_ids)) >= vocab_size:
         raise EngineError(f"min_tokens = {sampling.min_tokens}, but every token would end the answer")
 
@@ -73,14 +75,15 @@ def sample(
     history: Sequence[int] = (),
     prompt_tokens: int = 0,
     eos_ids: Collection[int] = (),
+    allowed: np.ndarray | None = None,
 ) -> Sampled:
     """The token at `position` for finite float32 `logits` [vocab]; the lowest id wins a tie.
 
     `history` is every token before it, of which `prompt_tokens` are the prompt's (only where
     `penalties.needs_history`). Temperature comes after penalties, bias and min_tokens; then min-p, then
-    top-k, then top-p of what is left.
+    top-k, then top-p of what is left. `allowed`: bool [vocab], what the answer's grammar lets follow.
     """
-    wanted = penalised(logits, sampling, history, prompt_tokens, eos_ids)
+    wanted = penalised(logits, sampling, history, prompt_tokens, eos_ids, allowed)
     if sampling.temperature < GREEDY_BELOW:
         token = int(wanted.argmax())
     else:

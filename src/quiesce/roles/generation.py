@@ -99,6 +99,7 @@ class Generation:
             pages=list(self.ledger.pages(tid)),
             computed=computed,
             scored=tokens is None and computed == 0,
+            grammar=leg.grammar,
         )
         self.sequences[tid] = sequence
         self.batch.add(sequence)

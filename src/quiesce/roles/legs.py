@@ -9,6 +9,7 @@ from typing import Protocol
 from quiesce.core.messages import Control, Ended, PromptLogprobs, Start, TokenLogprob, Tokens, TransferId
 from quiesce.core.pairing import pairing_digest
 from quiesce.engine.sampler import Sampled
+from quiesce.roles.compiling import Compiled
 
 OUTBOX_LIMIT = 65_536  # messages a router may be behind before it is given up
 LAST_WORDS_SECONDS = 600.0  # how long they are kept for a router that reads nothing and is not known to be dead
@@ -32,6 +33,7 @@ class WorkerLeg:
     left_queue: float | None = None  # when it first got pages
     transfer_began: float | None = None
     transfer_ended: float | None = None  # every page is in place
+    grammar: Compiled | None = None
 
     @property
     def rid(self) -> str:

@@ -128,6 +128,7 @@ class PrefillWorker(Worker):
             tokens=list(request.start.token_ids),
             sampling=request.start.sampling,
             eos=frozenset(),
+            grammar=request.grammar,
         )
         self.by_tid[job.leg.tid] = job
         self.queue.append(job)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from quiesce.core.messages import Sampling, TransferId
 from quiesce.engine.batch import Row
+from quiesce.roles.compiling import Compiled
 
 Outcome = Literal["stop", "length"]
 
@@ -24,6 +25,7 @@ class Sequence:
     precedence: tuple[int, float] = (0, 0.0)  # (priority, arrival): the smaller is served first, retracted last
     pages: list[int] = field(default_factory=list)
     computed: int = 0
+    grammar: Compiled | None = None
     scored: bool = True  # its prompt's log-probabilities, when wanted, are still to be said
     ended: bool = False
 
@@ -35,6 +37,11 @@ class Sequence:
     def prefilling(self) -> bool:
         """More than the newest token is to be computed: a prompt, or an answer that was retracted."""
         return len(self.tokens) - self.computed > 1
+
+    @property
+    def waits(self) -> bool:
+        """Its grammar is still being compiled."""
+        return self.grammar is not None and not self.grammar.ready
 
     def chunk(self, budget: int) -> int:
         """Tokens the next step computes for it."""
@@ -52,6 +59,7 @@ class Sequence:
             history=self.tokens,
             prompt_tokens=self.prompt_tokens,
             prompt_logprobs=self.sampling.prompt_logprobs if self.scored else None,
+            grammar=self.grammar.progress if self.grammar else None,
         )
 
     def append(self, token: int) -> Outcome | None:
@@ -89,10 +97,11 @@ class Batch:
 
     def plan(self) -> list[tuple[Sequence, int]]:
         """(sequence, tokens to compute) of the next step; empty when there is nothing to do."""
-        decoding = [(s, 1) for s in self.members.values() if not s.prefilling]
+        members = [s for s in self.members.values() if not s.waits]
+        decoding = [(s, 1) for s in members if not s.prefilling]
         budget = self.chunk_tokens
         prompts = []
-        for sequence in self.members.values():
+        for sequence in members:
             if sequence.prefilling and budget > 0:
                 count = sequence.chunk(budget)
                 budget -= count

@@ -39,6 +39,7 @@ from quiesce.core.pages import PagePool
 from quiesce.engine.engine import Engine, Result
 from quiesce.engine.errors import EngineError
 from quiesce.engine.sampler import check_sampling
+from quiesce.roles.compiling import Compiler
 from quiesce.roles.engine_thread import EngineThread
 from quiesce.roles.legs import Legs, WorkerLeg
 from quiesce.roles.meters import Holds, Transfers, Waits
@@ -77,6 +78,7 @@ class Worker(ABC):
         self.timers = Timers(Delays(hold=settings.hold_timeout))
         self.poller = zmq.Poller()
         self.thread = EngineThread(engine)
+        self.compiler = Compiler(engine.grammars)
         self.ledger = Ledger(PagePool(engine.kv.arena.count), PagePool(settings.max_running * ROW_SPARE, "rows"))
         self.batch = Batch(settings.max_running, settings.chunked_prefill_size)
         self.steps = Steps(
@@ -101,6 +103,7 @@ class Worker(ABC):
         for readable in (self.listener.socket, self.registration.link.socket, self.registration.link.monitor):
             self.poller.register(readable, zmq.POLLIN)
         self.poller.register(self.thread.fileno(), zmq.POLLIN)
+        self.poller.register(self.compiler.fileno(), zmq.POLLIN)
         self.timers.after(0.0, "heartbeat", self._heartbeat)
 
     # ------------------------------------------------------------ what a role adds
@@ -168,6 +171,7 @@ class Worker(ABC):
         self._guarded(self.peers_turn)
         for payload in self.timers.due():
             self._guarded(payload) if callable(payload) else self._guarded(self.fire, payload)
+        self._guarded(self._compiled)
         self._guarded(self.steps.collect)
         self._guarded(self.schedule)
         self.steps.launch()
@@ -238,6 +242,8 @@ class Worker(ABC):
             log.info("refused: %s", refusal[1], extra={"rid": start.rid, "room": str(start.room)})
             return
         leg = WorkerLeg(start, router, time.monotonic())
+        if start.sampling.grammar:
+            leg.grammar = self.compiler.begin(leg.rid, start.sampling.grammar)
         self.legs.open(leg)
         self.timers.after(start.deadline_ms / 1000, ("leg", leg.rid), lambda: self._deadline(leg))
         self.start(leg)
@@ -260,6 +266,11 @@ class Worker(ABC):
             return 400, str(error)
         refusal = check(len(start.token_ids), start.sampling.max_tokens, effective_limit(self.limits()))
         return None if refusal is None else (refusal.status, refusal.reason)
+
+    def _compiled(self) -> None:
+        for rid, why in self.compiler.failures():
+            if (leg := self.legs.by_rid.get(rid)) is not None:
+                self.give_up(leg, "failed", 400, f"its grammar: {why}")
 
     def _deadline(self, leg: WorkerLeg) -> None:
         if self.legs.by_rid.get(leg.rid) is leg:
@@ -381,6 +392,7 @@ class Worker(ABC):
 
     def close(self) -> None:
         self.thread.stop()
+        self.compiler.stop()
         self.registration.close()
         self.listener.close(linger_ms=LAST_WORDS_MS)
         self.authenticator.stop()

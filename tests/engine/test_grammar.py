@@ -1,0 +1,114 @@
+"""Grammars in the engine: what may follow, said again and again, and what an answer without one pays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+
+from quiesce.core.messages import Sampling
+from quiesce.engine.batch import Row
+from quiesce.engine.engine import Engine
+from quiesce.engine.errors import EngineError
+from quiesce.engine.grammar import KEPT, MAX_GRAMMAR, GrammarError, Grammars
+from quiesce.engine.local import LocalEngine
+from quiesce.engine.penalties import penalised
+from quiesce.engine.sampler import check_sampling
+from tiny_model import make_tiny_llama
+
+A, B, C = (
+    4 + ord(letter) - ord("!") for letter in "QZX"
+)  # the byte alphabet begins at "!", four specials precede it; no merges of these
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    return Engine(folder, dtype="float32", pool_pages=64)
+
+
+def regex(text: str) -> str:
+    return LLMatcher.grammar_from_regex(text)
+
+
+def ids(mask: np.ndarray) -> list[int]:
+    return np.flatnonzero(mask).tolist()
+
+
+def test_what_may_follow_depends_on_the_tokens_alone(engine: Engine) -> None:
+    eos = sorted(engine.eos_ids)
+    progress = engine.grammars.begin(regex("QV?X"))
+    prompt = [A, B, C]
+    assert ids(progress.allowed(prompt, 3)) == [A]
+    assert ids(progress.allowed(prompt, 3)) == [A], "a step that is repeated reads nothing twice"
+    assert ids(progress.allowed([*prompt, A], 3)) == [B, C]
+    assert ids(progress.allowed([*prompt, A, B, C], 3)) == eos
+    assert ids(progress.allowed([*prompt, A], 3)) == [B, C], "fewer tokens than before: read anew"
+    other = engine.grammars.begin(regex("QV?X"))
+    assert ids(other.allowed([*prompt, A, C], 3)) == eos, "from the middle, as after a hand-off"
+    with pytest.raises(GrammarError, match="left its grammar"):
+        engine.grammars.begin(regex("QV?X")).allowed([*prompt, B], 3)
+
+
+def test_answers_are_of_their_grammar_whatever_else_is_wished(engine: Engine) -> None:
+    grammar = regex("[QV]{5}X")
+    wishes = [
+        Sampling(max_tokens=20, grammar=grammar),
+        Sampling(max_tokens=20, grammar=grammar, temperature=1.0, top_p=0.5, top_k=3, seed=5),
+        Sampling(max_tokens=20, grammar=grammar, temperature=2.0, min_p=0.9, repetition_penalty=5.0),
+        Sampling(max_tokens=20, grammar=grammar, logit_bias=((A, -100.0), (B, -100.0), (C, 100.0))),
+        Sampling(max_tokens=20, grammar=grammar, min_tokens=15, logprobs=2),
+    ]
+    answers = LocalEngine(engine).complete([[A, B, C]] * len(wishes), wishes)
+    for answer in answers:
+        assert len(answer.tokens) == 7 and set(answer.tokens[:5]) <= {A, B}
+        assert answer.tokens[5] == C and answer.tokens[6] in engine.eos_ids
+    assert len(answers[-1].logprobs) == 7
+
+
+def test_a_row_without_grammar_draws_what_it_drew_and_copies_nothing(engine: Engine) -> None:
+    logits = np.arange(8, dtype=np.float32)
+    assert penalised(logits, Sampling(max_tokens=1), (), 0, ()) is logits
+    plain = Sampling(max_tokens=12, temperature=1.0, seed=3)
+    alone = LocalEngine(engine).generate([[A, B]], [plain])
+    held = Sampling(max_tokens=12, grammar=regex("Q{11}"))
+    assert LocalEngine(engine).generate([[A, B], [C]], [plain, held])[0] == alone[0]
+
+
+def test_one_bad_row_is_refused_and_named(engine: Engine) -> None:
+    wish = Sampling(max_tokens=1, grammar=regex("Q"))
+    with pytest.raises(EngineError, match="was not compiled"):
+        engine.run([Row([A], 0, [0], wish, history=[A], prompt_tokens=1)])
+    with pytest.raises(EngineError, match="ignore_eos"):
+        check_sampling(Sampling(max_tokens=1, grammar="x", ignore_eos=True), 512, {2})
+
+
+def test_what_cannot_be_compiled_says_why(engine: Engine, folder: Path, tmp_path: Path) -> None:
+    for grammar, why in [
+        (regex("(?=a)b"), "look-ahead"),
+        (LLMatcher.grammar_from_json_schema({"type": "object", "minProperties": -1}), "minProperties"),
+        (LLMatcher.grammar_from_json_schema({"allOf": [{"type": "string"}, {"type": "null"}]}), "Unsatisfiable"),
+        ("x" * (MAX_GRAMMAR + 1), f"at most {MAX_GRAMMAR}"),
+        ("", "."),
+    ]:
+        with pytest.raises(GrammarError, match=why):
+            engine.grammars.begin(grammar)
+    with pytest.raises(GrammarError, match="no token that ends an answer"):
+        Grammars(folder, 512, ()).begin(regex("Q"))
+    with pytest.raises(GrammarError, match="tokenizer"):
+        Grammars(tmp_path, 512, (2,)).begin(regex("Q"))
+
+
+def test_compiled_grammars_are_kept_within_a_bound(folder: Path) -> None:
+    grammars = Grammars(folder, 512, (2,))
+    first = grammars.begin(regex("Q{1}"))
+    for n in range(KEPT + 5):
+        grammars.begin(regex(f"Q{{{n + 1}}}"))
+    assert len(grammars._compiled) == KEPT
+    assert ids(first.allowed([], 0)) == [A], "one that is in use does not need the cache"
