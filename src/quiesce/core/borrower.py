@@ -261,6 +261,7 @@ class Borrower(Records):
             return []
         if record.tainted:
             record.state = State.TAINTED
+            self.sources.retain(record.leg.tid)  # no proof is to be had for now: said where operators look
             return [Send(record.leg.tid.epoch, Tainted(record.leg)), TryDrain(record.leg)]
         return self._drained(record)
 

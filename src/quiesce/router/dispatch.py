@@ -306,7 +306,7 @@ class Dispatcher:
                     self._each_leg(worker, lambda side, why=reason, dead=gone: rq.LegLost(side, why, dead))
 
     def _each_leg(self, worker: Worker, event: Any) -> None:
-        for rid in list(worker.legs):
+        for rid in sorted(worker.legs):  # the same order in every process
             call = self._calls.get(rid)
             if call is None:
                 continue

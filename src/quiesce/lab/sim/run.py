@@ -1,0 +1,139 @@
+"""Runs one world from its first request until nothing is owed any more, and says what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from quiesce.lab.sim.cluster import FULL_CHECK, Broken, Cluster
+from quiesce.lab.sim.edges import edges
+from quiesce.lab.sim.world import World, world_of
+
+LOOK = 0.1  # virtual seconds between two looks whether it is over
+SETTLES = 90.0  # seconds after the last request within which everything must be settled
+
+
+class Gauge:
+    """A number over virtual time: how long it had each value."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self.since = 0.0
+        self.seconds: Counter[int] = Counter()
+
+    def set(self, value: int, now: float) -> None:
+        if value != self.value:
+            self.seconds[self.value] += now - self.since  # type: ignore[assignment]
+            self.value, self.since = value, now
+
+    def end(self, now: float) -> None:
+        self.seconds[self.value] += now - self.since  # type: ignore[assignment]
+        self.since = now
+
+    @property
+    def mean(self) -> float:
+        total = sum(self.seconds.values())
+        return sum(value * spent for value, spent in self.seconds.items()) / total if total else 0.0
+
+    def quantile(self, share: float) -> int:
+        """The value that it did not exceed for that share of the time."""
+        total, seen = sum(self.seconds.values()), 0.0
+        for value in sorted(self.seconds):
+            seen += self.seconds[value]
+            if seen >= share * total:
+                return value
+        return 0
+
+    @property
+    def most(self) -> int:
+        return max(self.seconds, default=0)
+
+
+@dataclass
+class SimReport:
+    """`held`: pages of all decode workers that wait for a proof, retained ones included. `broken`: None when every
+    rule held. Times are virtual seconds, `spent` is real."""
+
+    world: World
+    broken: Broken | None = None
+    seconds: float = 0.0
+    spent: float = 0.0
+    events: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)  # `answered`, or the HTTP status of the error
+    closed_by: Counter[str] = field(default_factory=Counter)  # leases of decode workers, by proof
+    held: Gauge = field(default_factory=Gauge)
+    owned: Gauge = field(default_factory=Gauge)
+    waits: list[float] = field(default_factory=list)  # from a leg's arrival at decode to its pages
+    holds: int = 0  # holds that began
+    retained: int = 0  # pages still retained at the end
+    messages: int = 0
+    lost: int = 0
+    restarts: int = 0
+    retractions: int = 0
+
+
+def simulate(world: World, *, strict: bool = True, watch: Cluster | None = None) -> SimReport:
+    """Deterministic: the same world gives the same report."""
+    cluster = watch or Cluster(world, strict)
+    began = time.process_time()
+    report = SimReport(world)
+    with edges(cluster.time, cluster.chance, cluster.net, cluster.router.asyncio):
+        cluster.start()
+        _run(cluster, report)
+    report.spent = time.process_time() - began
+    _count(cluster, report)
+    return report
+
+
+def _run(cluster: Cluster, report: SimReport) -> None:
+    loop, world = cluster.loop, cluster.world
+    last = max((req.at for req in world.requests), default=0.0)
+    last = max([last, *(fault.at + fault.seconds for fault in world.faults)])
+    look = last
+    while cluster.first_broken is None and loop.step():
+        if loop.events % FULL_CHECK == 0:
+            for process in cluster.processes.values():
+                if process.alive:
+                    process.shadow.check_all()
+        _measure(cluster, report)
+        if loop.now >= look:
+            look = loop.now + LOOK
+            if cluster.quiet():
+                break
+            if loop.now > last + SETTLES + max(req.timeout for req in world.requests):
+                cluster.broken("everything ends, and every page comes back", cluster.router,
+                               detail="; ".join(cluster.unsettled()[:5]))  # fmt: skip
+    report.broken = cluster.first_broken
+    report.seconds = loop.now
+
+
+def _measure(cluster: Cluster, report: SimReport) -> None:
+    held = owned = 0
+    for process in cluster.processes.values():
+        if not process.prefill and process.alive:
+            counts = process.worker.ledger._pages_in
+            held += counts["held"] + counts["retained"]
+            owned += counts["owned"]
+    now = cluster.loop.now
+    report.held.set(held, now)
+    report.owned.set(owned, now)
+
+
+def _count(cluster: Cluster, report: SimReport) -> None:
+    report.held.end(report.seconds)
+    report.owned.end(report.seconds)
+    report.events = cluster.loop.events
+    report.outcomes = cluster.router.outcomes
+    report.messages, report.lost = cluster.net.sent, cluster.net.lost
+    report.restarts = sum(cluster.restarts.values()) - len(cluster.restarts)
+    for process in [*cluster.graves, *cluster.processes.values()]:
+        if not process.prefill:
+            report.closed_by += process.worker.ledger.closed_by
+            report.retractions += process.worker.generation.retractions
+            if process.alive:
+                report.retained += process.worker.ledger.census().retained
+
+
+def simulate_seed(seed: int, requests: int = 200) -> SimReport:
+    return simulate(world_of(seed, requests))
