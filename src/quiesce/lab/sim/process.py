@@ -29,10 +29,9 @@ TURN = 0.0005  # seconds until a loop that was woken looks
 class SimPrefill(PrefillWorker):
     """Tells the model which transfer a post is about; a transport need not know."""
 
-    transport: SimTransport
-
     def act(self, action: Action) -> None:
         if isinstance(action, Post):
+            assert isinstance(self.transport, SimTransport)
             self.transport.leg = action.leg
         super().act(action)
 
