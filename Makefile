@@ -20,9 +20,9 @@ SUITABLE = import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for name in python3 python python3.11 python3.12 python3.13 python3.14; do \
 	if $$name -c '$(SUITABLE)' >/dev/null 2>&1; then command -v $$name; break; fi; done)
 
-.PHONY: help setup serve test quick soak bench lint format lock clean
+.PHONY: help setup serve test quick soak bench bench-core lint format lock clean
 help: ## show this
-	@awk -F ' ## ' '/^[a-z]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ' ## ' '/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@printf '%s\n' '' \
 	  'ARGS="..."                 flags for quiesce serve:  make serve ARGS="--prefill 2 --port 9000"' \
 	  'ARGS="..."                 flags for the bench:      make bench ARGS=--quick (ARGS=--help lists them)' \
@@ -73,6 +73,9 @@ soak: $(TESTING) ## ten rounds of the crash matrix over real processes (about ha
 
 bench: $(TESTING) ## measure the engine beside transformers, start-up and latency (wants a quiet machine)
 	@$(BIN)/python -m bench.run $(ARGS)
+
+bench-core: $(TESTING) ## measure the ledger and the machines against bare lists, and against their own size (half a minute)
+	@$(BIN)/python -m bench.core_speed $(ARGS)
 
 lint: $(TESTING) ## ruff and mypy
 	$(BIN)/ruff check .

@@ -58,12 +58,18 @@ def test_d2_ending_waits_for_a_result_still_in_flight():
 
 
 def test_d2_a_page_returned_by_hand_is_a_bug_that_shows():
-    pool = PagePool(2)
+    pool = PagePool(4)
     give_back = pool.claim_return()
-    (page,) = pool.take(1) or ()
-    give_back([page])
+    first, second = pool.take(2) or (), pool.take(2) or ()
     with pytest.raises(DoubleReturn):
-        give_back([page])
+        give_back(first[:1])
+    with pytest.raises(DoubleReturn):
+        give_back((*first,)[::-1])
+    give_back(first)
+    with pytest.raises(DoubleReturn, match="pages 0, 1 came back"):
+        give_back(first)
+    give_back(second)
+    assert pool.free == 4 and not list(pool.out())
     with pytest.raises(AssertionError):
         pool.claim_return()
 

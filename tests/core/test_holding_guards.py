@@ -454,3 +454,14 @@ def test_h17_busy_defers_a_costly_fence_but_not_for_ever():
             break
         deferred += 1
     assert 0 < deferred < 20
+
+
+def test_h16_a_fence_of_one_transfers_pages_leaves_the_peers_other_transfers_alone():
+    rig = LenderRig(page_fence=True)
+    good, bad = rig.offered(), rig.holding()
+    (asked,) = only(rig.hear(Tainted(rig.leg(bad))), Revoke)
+    assert asked.pages == frozenset(rig.ledger.pages(bad))
+    actions = rig.lender.on(Revoked(Proof.fenced(P, GENERATION, asked.pages)))
+    assert only(actions, Closed) == [Closed(bad)] and not only(actions, Lost) and not only(actions, Arm)
+    rig.hear(rig.done(rig.leg(good)))
+    assert rig.state(good) is Lending.COMMITTED

@@ -498,6 +498,17 @@ def test_a9_an_unknown_read_taints_and_only_a_drain_or_our_own_fence_ends_that()
         assert sent(rig.hear(Abort(rig.leg(tid), "stop")), Drained)
 
 
+def test_a15_a_drain_is_asked_for_again_when_no_fence_was_to_be_had():
+    rig = ReaderRig()
+    tid, (post,) = rig.reading()
+    rig.ended(post, Outcome.UNKNOWN)
+    rig.reader.on(DrainSaid(rig.leg(tid), proven=False))
+    (again,) = [arm for arm in only(rig.reader.on(NotRevoked(P, 5)), Arm) if arm.timer is Timer.REFENCE]
+    actions = rig.fire(again.timer, tid)
+    assert only(actions, TryDrain) and only(actions, Revoke), "prefill may be done with it and say ABORT no more"
+    assert only(rig.reader.on(DrainSaid(rig.leg(tid), proven=True)), Closed) and rig.free() == 12
+
+
 def test_a3_whoever_brings_the_count_to_zero_answers():
     rig = ReaderRig()
     tid, (post,) = rig.reading()

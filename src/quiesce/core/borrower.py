@@ -111,7 +111,7 @@ class Borrower(Records):
                 return [Send(to, Refused(leg, "closed"))]
             if self.known >= self.max_records:
                 return [Send(to, Refused(leg, "full"))]  # evict nothing (guard D7)
-            ahead = sum(1 for other in self.all_records() if other.state is State.OPEN)
+            ahead = self.open
             self._store(Record(leg, offer=message, answer=Accept(leg, ahead)))
             return [Send(to, Accept(leg, ahead)), Opened(leg)]
         if isinstance(message, Abort) and to in self.lenders:
@@ -186,7 +186,7 @@ class Borrower(Records):
         landed = record.complete and not record.count and not record.queue and not record.stop
         if record.state is not State.OPEN or not landed:
             return []
-        record.state = State.DONE
+        self._leave_open(record, State.DONE)
         record.answer = Done(record.leg, record.posted, record.tokens, record.digest, record.result)
         self.ended["done"] += 1
         self._settle(record, ProofKind.COMPLETED)
@@ -204,7 +204,7 @@ class Borrower(Records):
 
     def _fail_one(self, record: Record, reason: str) -> list[Action]:
         self._stop(record)
-        record.state = State.FAILED
+        self._leave_open(record, State.FAILED)
         record.answer = Failed(record.leg, reason)
         self.ended["failed"] += 1
         self._settle(record)
@@ -232,7 +232,7 @@ class Borrower(Records):
         stopped: list[Action] = [Stopped(record.leg, message.reason)] if record.state is State.OPEN else []
         self._stop(record)
         record.asked = True
-        record.state = State.CLOSING
+        self._leave_open(record, State.CLOSING)
         self._settle(record)
         if record.count:
             return [*stopped, Send(record.leg.tid.epoch, Busy(record.leg, record.count))]

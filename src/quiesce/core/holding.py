@@ -52,6 +52,8 @@ class Holdings:
         self.costly_fence = costly_fence
         self.page_fence = page_fence
         self.transfers: dict[TransferId, Transfer] = {}
+        self._by_peer: dict[int, dict[TransferId, Transfer]] = {}  # by the epochs of its ranks: the same once more
+        self._quarantined: dict[TransferId, Transfer] = {}
         self.stale = 0
         self.ended: Counter[str] = Counter()
         # (peer epoch, pages or None for all) -> generation a fence is running for
@@ -68,6 +70,23 @@ class Holdings:
 
     def _before_close(self, peer: Published) -> None:
         """Something of this lease may be returned next."""
+
+    def _add(self, transfer: Transfer) -> None:
+        self.transfers[transfer.tid] = transfer
+        for epoch in transfer.ranks.values():
+            self._by_peer.setdefault(epoch, {})[transfer.tid] = transfer
+
+    def _remove(self, transfer: Transfer) -> None:
+        del self.transfers[transfer.tid]
+        self._quarantined.pop(transfer.tid, None)
+        for epoch in set(transfer.ranks.values()):
+            of_peer = self._by_peer[epoch]
+            del of_peer[transfer.tid]
+            if not of_peer:
+                del self._by_peer[epoch]
+
+    def _of(self, epoch: int) -> list[Transfer]:
+        return list(self._by_peer.get(epoch, {}).values())
 
     def _drop(self) -> list[Action]:
         self.stale += 1
@@ -174,7 +193,7 @@ class Holdings:
         return self._closed(transfer, event.reason)
 
     def _closed(self, transfer: Transfer, reason: str) -> list[Action]:
-        del self.transfers[transfer.tid]
+        self._remove(transfer)
         self.ended["committed" if transfer.state is State.COMMITTED else transfer.state.value] += 1
         return [Closed(transfer.tid)]
 
@@ -215,6 +234,10 @@ class Holdings:
 
     def _answered(self, proof: Proof) -> None:
         """No fence runs any more for what this proof is about, be it for some of its pages only."""
+        exact = self._fencing.get((proof.epoch, proof.pages))
+        if exact is not None and proof.pages is not None and (proof.generation is None or exact <= proof.generation):
+            del self._fencing[proof.epoch, proof.pages]  # without a look at all others, which may be many
+            return
         for (epoch, pages), generation in list(self._fencing.items()):
             apart = pages is not None and proof.pages is not None and pages.isdisjoint(proof.pages)
             if epoch == proof.epoch and not apart and (proof.generation is None or generation <= proof.generation):
@@ -222,7 +245,7 @@ class Holdings:
 
     def _peer_lost(self, event: PeerLost) -> list[Action]:
         actions: list[Action] = []
-        for transfer in list(self.transfers.values()):
+        for transfer in self._of(event.epoch):
             bound = [rank for rank, epoch in transfer.ranks.items() if epoch == event.epoch]
             unproven = [p for rank, p in transfer.published.items() if rank in bound and not p.proven]
             unpublished = any(rank not in transfer.published for rank in bound)
@@ -239,11 +262,13 @@ class Holdings:
         proof = event.proof
         self._answered(proof)
         actions: list[Action] = []
-        for transfer in list(self.transfers.values()):
+        for transfer in self._of(proof.epoch):
             for peer in transfer.published.values():
                 key = self._key(peer.offer.leg)
                 if peer.proven or not proof.covers(key, peer.offer.grant.generation):
                     continue
+                if proof.pages is not None and proof.pages.isdisjoint(self.ledger.pages(transfer.tid)):
+                    continue  # a fence of another transfer's pages
                 if transfer.state in (State.RESERVED, State.OFFERED):
                     actions += self._hold(transfer, "the peer's access was revoked")
                 self._before_close(peer)
@@ -251,8 +276,8 @@ class Holdings:
                 if not peer.proven:  # it covered some pages only: the rest is asked for again
                     actions.append(Arm(Timer.REFENCE, transfer.tid))
             actions += self._close_if_proven(transfer)
-            if transfer.state is State.QUARANTINE:
-                actions += self._absolve(transfer, proof)
+        for transfer in list(self._quarantined.values()):
+            actions += self._absolve(transfer, proof)
         return actions
 
     def _absolve(self, transfer: Transfer, proof: Proof) -> list[Action]:
@@ -272,7 +297,7 @@ class Holdings:
         if self._fencing.get((event.epoch, event.pages)) == event.generation:
             del self._fencing[event.epoch, event.pages]
         actions: list[Action] = []
-        for transfer in self.transfers.values():
+        for transfer in self._of(event.epoch):
             about = event.pages is None or not event.pages.isdisjoint(self.ledger.pages(transfer.tid))
             if (
                 about

@@ -23,15 +23,16 @@ REMOTE_WRITERS = (Borrowing.WRITE, Borrowing.FOREIGN)
 class Lease:
     key: LeaseKey
     generation: int
-    pages: set[int] | None  # None: every page of the holding, those it grows by later too
+    pages: tuple[int, ...] | None  # None: every page of the holding, those it grows by later too
 
 
 @dataclass(slots=True)
 class Holding:
     """What one transfer has: its pages in logical order, its row, the leases on them."""
 
-    pages: list[int]
+    pages: tuple[int, ...]
     rows: tuple[int, ...]
+    extents: list[tuple[int, ...]]  # the same pages as the pool handed them out, and as it wants them back
     owned: bool = True
     retained: bool = False
     leases: dict[LeaseKey, Lease] = field(default_factory=dict)
@@ -93,7 +94,7 @@ class Ledger:
             return None
         row = self.rows.take(rows)
         assert row is not None
-        self._holdings[tid] = Holding(list(taken), row)
+        self._holdings[tid] = Holding(taken, row, [taken])
         self._pages_in["owned"] += pages
         self._say("owned", tid, taken)
         return taken
@@ -105,7 +106,8 @@ class Ledger:
             raise LedgerError(f"{tid} has ended; it cannot grow")
         taken = self.pool.take(pages)
         if taken is not None:
-            holding.pages.extend(taken)
+            holding.pages += taken
+            holding.extents.append(taken)
             self._pages_in["owned"] += pages
             self._say("grown", tid, taken)
         return taken
@@ -132,15 +134,14 @@ class Ledger:
             raise LedgerError(f"{key.tid} has ended; nothing of it may be lent again")
         if key in holding.leases:
             raise LedgerError(f"lease {key} is open already")
-        if pages is not None and not set(pages) <= set(holding.pages):
+        if pages is not None and pages is not holding.pages and not set(pages) <= set(holding.pages):
             raise LedgerError(f"lease {key} names pages that {key.tid} does not have")
         for lease in holding.leases.values():
             # A page that somebody remote may write has no reader and no step of our own (guard H1).
             apart = (key.kind in REMOTE_WRITERS) != (lease.key.kind in REMOTE_WRITERS)
-            overlap = pages is None or lease.pages is None or not lease.pages.isdisjoint(pages)
-            if apart and overlap and key.kind is not Borrowing.FOREIGN:
+            if apart and key.kind is not Borrowing.FOREIGN and _overlap(pages, lease.pages):
                 raise LedgerError(f"lease {key} would share pages with {lease.key}: one writes remotely, one reads")
-        lease = holding.leases[key] = Lease(key, generation, None if pages is None else set(pages))
+        lease = holding.leases[key] = Lease(key, generation, pages)
         self.opened += 1
         self._say("lent", key.tid, holding.pages if pages is None else pages, lease)
 
@@ -153,7 +154,8 @@ class Ledger:
             return False
         if proof.pages is not None:
             # A fence of some pages counts for those only (guard H16).
-            lease.pages = (set(holding.pages) if lease.pages is None else lease.pages) - proof.pages
+            lent = holding.pages if lease.pages is None else lease.pages
+            lease.pages = tuple([page for page in lent if page not in proof.pages])
             if lease.pages:
                 self._say("closed in part", key.tid, proof.pages.intersection(holding.pages), lease, proof)
                 return False
@@ -190,7 +192,7 @@ class Ledger:
     # ------------------------------------------------------------ looking
 
     def pages(self, tid: TransferId) -> tuple[int, ...]:
-        return tuple(self._holdings[tid].pages)
+        return self._holdings[tid].pages
 
     def knows(self, tid: TransferId) -> bool:
         return tid in self._holdings
@@ -251,11 +253,12 @@ class Ledger:
         # Out of the table first: whatever goes wrong below cannot return it a second time (guard H9).
         del self._holdings[tid]
         self._pages_in["retained" if holding.retained else "held"] -= len(holding.pages)
-        self._return_pages(holding.pages)
+        for taken in holding.extents:
+            self._return_pages(taken)
         self._return_rows(holding.rows)
         self._say("returned", tid, holding.pages)
         if self._on_release is not None:
-            self._tell(self._on_release, tid, tuple(holding.pages))
+            self._tell(self._on_release, tid, holding.pages)
         return True
 
     def _move(self, holding: Holding, source: str, target: str) -> None:
@@ -278,3 +281,7 @@ class Ledger:
             listener(*arguments)
         except Exception as error:  # a listener's fault must not stop what it hears of
             self.faults.append(error)
+
+
+def _overlap(some: tuple[int, ...] | None, others: tuple[int, ...] | None) -> bool:
+    return some is None or others is None or not set(some).isdisjoint(others)

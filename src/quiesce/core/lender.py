@@ -80,7 +80,7 @@ class Lender(Holdings):
         if self.ledger.own(tid, pages) is None:
             return None
         self.ids.mint()
-        self.transfers[tid] = Transfer(tid, room, pairing, tokens, prefix, dict(ranks))
+        self._add(Transfer(tid, room, pairing, tokens, prefix, dict(ranks)))
         return tid
 
     def local(self, pages: int) -> TransferId | None:
@@ -228,6 +228,7 @@ class Lender(Holdings):
             epoch: max([self._granted.get(epoch, 0), *(g + 1 for (e, _), g in self._fencing.items() if e == epoch)])
             for epoch in event.peers
         }
+        self._quarantined[transfer.tid] = transfer
         self.ledger.lend(LeaseKey.foreign(transfer.tid))
         self.ledger.end(transfer.tid)
         self.ledger.retain(transfer.tid)

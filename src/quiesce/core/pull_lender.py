@@ -120,9 +120,8 @@ class PullLender(Holdings, ClosedSets):
         if len(self.transfers) + len(self.tombstones) >= self.max_records:
             return [Send(to, Refused(leg, "full"))]  # evict nothing (guard D7)
         ahead = len(self.transfers)
-        self.transfers[leg.tid] = Transfer(
-            leg.tid, message.room, message.pairing, message.tokens, message.prefix, {leg.d_rank: to}
-        )
+        ranks = {leg.d_rank: to}
+        self._add(Transfer(leg.tid, message.room, message.pairing, message.tokens, message.prefix, ranks))
         deadline = Arm(Timer.DEADLINE, leg.tid, delay_ms=message.remaining_ms)
         return [Send(to, Accept(leg, ahead)), deadline, Opened(leg)]
 
@@ -195,7 +194,7 @@ class PullLender(Holdings, ClosedSets):
         if not self._take(ping):
             return self._drop()
         actions: list[Action] = []
-        for transfer in list(self.transfers.values()):
+        for transfer in self._of(ping.epoch):
             leg = self._leg(transfer)
             if (leg.tid.epoch, leg.d_rank) != (ping.epoch, ping.rank):
                 continue

@@ -83,7 +83,7 @@ class PullReader(Holdings, Posting[Reading]):
         if self.ledger.own(self.ids.next, pages) is None:
             return None
         tid = self.ids.mint()
-        self.transfers[tid] = Asked(tid, room, pairing, tokens, prefix, dict(ranks))
+        self._add(Asked(tid, room, pairing, tokens, prefix, dict(ranks)))
         return tid
 
     def on(self, event: Event) -> list[Action]:
@@ -294,9 +294,7 @@ class PullReader(Holdings, Posting[Reading]):
     def _source_lost(self, event: PeerLost) -> list[Action]:
         """What is read from now on may be anybody's. Its reads are still counted: its death proves nothing here."""
         actions: list[Action] = []
-        for transfer in list(self.transfers.values()):
-            if event.epoch not in transfer.ranks.values():
-                continue
+        for transfer in self._of(event.epoch):
             mine = [r for r in self._readings(transfer).values() if r.offer.leg.p_epoch == event.epoch]
             for reading in mine:
                 reading.acked = True
@@ -309,6 +307,12 @@ class PullReader(Holdings, Posting[Reading]):
     def _asks_death(self, peer: Published) -> bool:
         """A fence of our own reads; that the source is gone says nothing about them."""
         return False
+
+    def _ask_again(self, transfer: Transfer, event: Fired) -> list[Action]:
+        """No fence was to be had. Prefill may be done with it and ABORT no more, so a drain is asked for here too."""
+        tainted = [r for r in self._readings(transfer).values() if r.tainted and not r.proven and not r.count]
+        drains = [TryDrain(reading.offer.leg) for reading in tainted]
+        return [*drains, *self._refence(transfer, event)]
 
     def _fenced(self, event: Revoked) -> list[Action]:
         return self._drop() if event.proof.kind is ProofKind.GONE else self._revoked(event)
@@ -341,7 +345,7 @@ TABLE: dict[tuple[State, object], Row] = {
     (GIVEN_UP, Ack): PullReader._acknowledged,
     (GIVEN_UP, Timer.REPEAT): PullReader._repeat_failed,
     (GIVEN_UP, Timer.HOLD): PullReader._hold_expired,
-    (GIVEN_UP, Timer.REFENCE): PullReader._refence,
+    (GIVEN_UP, Timer.REFENCE): PullReader._ask_again,
 }
 PEER_TABLE: dict[type, Row] = {
     PeerLost: PullReader._source_lost,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import TypeVar
 
 from quiesce.core.borrowing import LenderGone, Record, State
 from quiesce.core.closed_set import ClosedSets
@@ -16,6 +17,9 @@ from quiesce.core.machine import Action, Stopped
 from quiesce.core.messages import Leg, Ping, TransferId
 from quiesce.core.posting import Posting
 from quiesce.core.proofs import LeaseKey, Proof, ProofKind
+
+K = TypeVar("K")
+L = TypeVar("L")
 
 
 class Records(ClosedSets, Posting[Record]):
@@ -32,7 +36,9 @@ class Records(ClosedSets, Posting[Record]):
         self.window = window
         self.max_records = max_records
         self.records: dict[TransferId, dict[int, Record]] = {}  # by transfer, then by lender rank
+        self._by_lender: dict[tuple[int, int], dict[TransferId, Record]] = {}  # (epoch, rank): the same once more
         self.known = 0
+        self.open = 0
         self.stale = 0
         self.ended: Counter[str] = Counter()
 
@@ -45,7 +51,19 @@ class Records(ClosedSets, Posting[Record]):
 
     def _store(self, record: Record) -> None:
         self.records.setdefault(record.leg.tid, {})[record.leg.d_rank] = record
+        self._by_lender.setdefault((record.leg.tid.epoch, record.leg.d_rank), {})[record.leg.tid] = record
         self.known += 1
+        self.open += record.state is State.OPEN
+
+    def _remove(self, record: Record) -> None:
+        tid, rank = record.leg.tid, record.leg.d_rank
+        _delete(self.records, tid, rank)
+        _delete(self._by_lender, (tid.epoch, rank), tid)
+        self.known -= 1
+
+    def _leave_open(self, record: Record, state: State) -> None:
+        self.open -= record.state is State.OPEN
+        record.state = state
 
     def _drop(self) -> list[Action]:
         self.stale += 1
@@ -58,16 +76,13 @@ class Records(ClosedSets, Posting[Record]):
         if not self._take(ping):
             return self._drop()
         key = (ping.epoch, ping.rank)
-        mine = [
-            record
-            for record in self.all_records()
-            if (record.leg.tid.epoch, record.leg.d_rank) == key and self._is_closed(record.leg)
-        ]
+        mine = [record for record in self._by_lender.get(key, {}).values() if self._is_closed(record.leg)]
         return self._close_unanswered(mine, "the lender closed the transfer")
 
     def _lender_gone(self, event: LenderGone) -> list[Action]:
         self._is_gone(event.epoch)
-        mine = [record for record in self.all_records() if record.leg.tid.epoch == event.epoch]
+        legs = [records for key, records in self._by_lender.items() if key[0] == event.epoch]
+        mine = [record for records in legs for record in records.values()]
         return self._close_unanswered(mine, "the decode engine is gone")
 
     def _close_unanswered(self, records: list[Record], reason: str) -> list[Action]:
@@ -79,7 +94,7 @@ class Records(ClosedSets, Posting[Record]):
             record.covered = True
             record.answer = None
             if record.state in (State.OPEN, State.FAILED, State.DONE):
-                record.state = State.CLOSING
+                self._leave_open(record, State.CLOSING)
             self._settle(record)
             if record.count == 0:
                 self._forget(record)
@@ -90,11 +105,7 @@ class Records(ClosedSets, Posting[Record]):
         assert record.count == 0 and record.covered
         record.tainted = False
         self._settle(record)
-        legs = self.records[record.leg.tid]
-        del legs[record.leg.d_rank]
-        if not legs:
-            del self.records[record.leg.tid]
-        self.known -= 1
+        self._remove(record)
 
     def _settle(self, record: Record, kind: ProofKind = ProofKind.DRAINED) -> None:
         """Closes the source lease at count zero, and ends the owning once no leg of the transfer is open."""
@@ -105,3 +116,10 @@ class Records(ClosedSets, Posting[Record]):
             record.lent = False
         if not any(leg.state is State.OPEN for leg in self.records[tid].values()):
             self.sources.end(tid)
+
+
+def _delete(table: dict[K, dict[L, Record]], key: K, part: L) -> None:
+    parts = table[key]
+    del parts[part]
+    if not parts:
+        del table[key]

@@ -25,6 +25,12 @@ NOT_STATE = frozenset(
     "_on_release",
     "_return_pages",
     "_return_rows",
+    "extents",  # of a holding, and what is out: the same pages once more
+    "_out",
+    "_by_lender",  # what is in another table, by another key
+    "_by_peer",
+    "_quarantined",
+    "open",
 }
 COUNTED = frozenset({"busy", "deferrals", "retained", "_pages_in"})  # matters for costly fences and for reports
 PACING = frozenset({"accepted", "acked", "timers", "renewed"})

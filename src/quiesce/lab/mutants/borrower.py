@@ -24,10 +24,8 @@ real_close = Borrower._close_unanswered
 
 def forget(self: Borrower, record: Record) -> None:
     """What must not be: the record goes while its lender may still speak of it."""
-    self.records.get(record.leg.tid, {}).pop(record.leg.d_rank, None)
-    if not self.records.get(record.leg.tid):
-        self.records.pop(record.leg.tid, None)
-    self.known -= 1
+    if self.records.get(record.leg.tid, {}).get(record.leg.d_rank) is record:
+        self._remove(record)
 
 
 # ---------------------------------------------------------------- holding the sources
