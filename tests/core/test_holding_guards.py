@@ -464,4 +464,4 @@ def test_h16_a_fence_of_one_transfers_pages_leaves_the_peers_other_transfers_alo
     actions = rig.lender.on(Revoked(Proof.fenced(P, GENERATION, asked.pages)))
     assert only(actions, Closed) == [Closed(bad)] and not only(actions, Lost) and not only(actions, Arm)
     rig.hear(rig.done(rig.leg(good)))
-    assert rig.state(good) is Lending.COMMITTED
+    assert rig.state(good) is State.COMMITTED
