@@ -140,7 +140,7 @@ class Bench:
     def attach(self, poster: Far, lender: Near) -> int:
         """The poster's number for its connection to the lender."""
         require(lender.transport.generation(poster.epoch) is None, "attached before it was asked to")
-        peer = poster.connect(lender.transport.descriptor().hex())
+        peer = poster.connect(lender.transport.descriptor(poster.epoch).hex())
         self.until(lambda: lender.transport.generation(poster.epoch), "the peer to attach")
         return int(peer)
 
@@ -303,7 +303,7 @@ def death_of_the_poster_is_shown(bench: Bench, times: int = 3) -> None:
 def death_of_the_lender_ends_posts(bench: Bench) -> None:
     mortal, poster, other = bench.far(), bench.far(), bench.near()
     poster.fill(1)
-    peer = poster.connect(mortal.descriptor())
+    peer = poster.connect(mortal.descriptor(poster.epoch))
     generation = bench.until(lambda: mortal.generation(poster.epoch), "the peer to attach")
     poster.storm(peer, ALL, [0, generation, ALL])
     bench.until(lambda: poster.storm_ends()["PLACED"], "writes to land")
@@ -344,7 +344,7 @@ def peers_do_not_mix(bench: Bench) -> None:
 
 def reconnecting_leaks_nothing(bench: Bench, times: int = 50) -> None:
     lender, poster = bench.near(), bench.far()
-    descriptor = lender.transport.descriptor().hex()
+    descriptor = lender.transport.descriptor(poster.epoch).hex()
     seen: list[int] = []
     files: list[tuple[int, list[int]]] = []
     for turn in range(times):

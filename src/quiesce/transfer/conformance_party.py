@@ -65,8 +65,8 @@ class Party:
 
     # ------------------------------------------------------------ commands
 
-    def descriptor(self) -> str:
-        return self._transport.descriptor().hex()
+    def descriptor(self, epoch: int) -> str:
+        return self._transport.descriptor(epoch).hex()
 
     def fill(self, value: int) -> None:
         """Page i becomes all bytes (value + i) % 251."""

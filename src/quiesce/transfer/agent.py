@@ -1,0 +1,74 @@
+"""What an engine must offer to be lent to peer by peer: one agent for each, made, used and ended by one thread.
+
+An `Engine` names a lane of NIXL, Mooncake or MORI with all its settings. The rest, who is attached, what may be
+posted, what a failure means and what ends with an agent, is the same for all and not the engine's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from quiesce.transfer.interface import Capabilities
+from quiesce.transfer.window import Window
+
+Direction = Literal["write", "read"]
+
+
+class MissingEngine(RuntimeError):
+    """The engine's library cannot be loaded. The text says what to install, in one line."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`ending`: the agent's end at the lender proves that nothing of its peer lands any more. `ending_reads`: the end
+    of a reader's own agent proves that nothing lands in its pages any more. `death`: so does the death of the peer's
+    process, seen through its pid. `flush`: a write that is PLACED proves that all before it on the agent landed."""
+
+    ending: bool
+    ending_reads: bool
+    death: bool
+    flush: bool
+    pages_in_flight: int  # of one batch; one batch is one operation of the engine
+    batches_in_flight: int
+
+
+class Lending(Protocol):
+    """An agent at the lender, for one peer."""
+
+    def describe(self) -> bytes:
+        """What its peer needs to reach it, at most some KiB."""
+
+    def end(self) -> None:
+        """Returns when the agent is no more. Raises when that is not sure: then nothing is proven."""
+
+
+class Posting(Protocol):
+    """An agent at the poster, joined to one `Lending`. Any exception means that nothing is known of the batch."""
+
+    def post(self, direction: Direction, own: np.ndarray, theirs: np.ndarray, size: int) -> object:
+        """Starts moving `size` bytes between each own and each far address (uint64 [n]). May block to the end."""
+
+    def over(self, batch: object) -> bool:
+        """Whether it is all in its place. A batch is asked about until this is true or raises, and not dropped."""
+
+    def end(self) -> None:
+        """Called when no batch is under way, or to leave the process."""
+
+
+class Engine(Protocol):
+    @property
+    def caps(self) -> Capabilities: ...
+
+    @property
+    def limits(self) -> Limits: ...
+
+    def check(self) -> None:
+        """Loads the library. Raises MissingEngine, or ValueError for settings that cannot work."""
+
+    def lend(self, window: Window) -> Lending: ...
+
+    def join(self, window: Window, agent: bytes) -> Posting:
+        """Raises ValueError for an agent's description that does not fit."""

@@ -1,0 +1,338 @@
+"""The lending side of engines with agents: each peer is lent one of its own, and its end is that peer's fence."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import os
+import secrets
+import socket
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from quiesce.transfer import attach as wire
+from quiesce.transfer.agent import Engine
+from quiesce.transfer.couriers import TRIAL_BYTES, Keeper, Told
+from quiesce.transfer.interface import Arena, FenceProof, PeerLost
+from quiesce.transfer.watch import Watch, has_exited
+from quiesce.transfer.window import Window
+
+log = logging.getLogger("quiesce.transfer")
+
+MAX_HALF_OPEN = 32
+MAX_ENDED_RECORDS = 4096  # beyond it the oldest proof is forgotten: pages are then held longer, never freed
+MAX_UNPROVEN = 64  # generations of one peer whose end proves nothing
+
+
+@dataclass(eq=False)
+class Connection:
+    line: wire.Line
+    deadline: float | None
+    pid: int  # 0: cannot be known
+    own_challenge: bytes
+    their_challenge: bytes = b""
+    epoch: int = 0
+    generation: int = 0  # set once an agent was asked for
+    window: Window | None = None
+    trial: bytes = b""
+    attached: bool = False
+
+
+@dataclass(eq=False)
+class PeerRecord:
+    """All that was ever lent to one peer epoch."""
+
+    epoch: int
+    generation: int = 0  # the newest
+    unproven: set[int] = field(default_factory=set)  # generations under which something may still land
+    connection: Connection | None = None  # of the newest
+    pid: int = 0
+    pidfd: int | None = None
+    asked: int = 0  # fence without a number: the generation it was first asked for
+    death: bool = False  # what it is proven by: the end of its process
+
+    @property
+    def proven_through(self) -> int:
+        return min(self.unproven) - 1 if self.unproven else self.generation
+
+
+class AgentLender:
+    """`host`: interface on which to listen for peers of other machines; None: this machine only."""
+
+    def __init__(
+        self, watch: Watch, told: Told, engine: Engine, run_dir: Path, epoch: int, host: str | None, max_peers: int
+    ) -> None:
+        self._watch, self._told, self._engine, self._run_dir = watch, told, engine, run_dir
+        self._epoch, self._host, self._max_peers = epoch, host, max_peers
+        self._secret = secrets.token_bytes(32)
+        self._arena: Arena | None = None
+        self._keeper: Keeper | None = None
+        self._listener: socket.socket | None = None
+        self._address = ""
+        self._half_open: list[Connection] = []
+        self._records: dict[int, PeerRecord] = {}
+        self._by_generation: dict[int, Connection] = {}  # agents that are being made
+        self._ending: dict[int, PeerRecord] = {}
+        self._last_generation = 0
+        self.lost: list[PeerLost] = []
+        self.counters = dict.fromkeys(("attach_refused", "agents_lent", "agents_ended", "agents_rebuilt"), 0)
+
+    def lend(self, arena: Arena) -> None:
+        self._arena = arena
+
+    def descriptor(self, peer_epoch: int) -> bytes:
+        if self._arena is None:
+            raise ValueError("register an arena before handing out its descriptor")
+        if self._listener is None:
+            self._listener, self._address = wire.listen(self._run_dir, self._host, MAX_HALF_OPEN)
+            self._watch.add(self._listener.fileno(), self._accept)
+            self._keeper = Keeper(self._engine, self._arena, self._told, self._made, self._ended)
+        found = wire.Descriptor(
+            kind=self._engine.caps.label,
+            address=self._address,
+            token=wire.token_for(self._secret, peer_epoch),
+            epoch=self._epoch,
+            region=0,
+            pages=self._arena.count,
+            page_bytes=self._arena.page_bytes,
+        )
+        return msgspec.msgpack.encode(found)
+
+    # ------------------------------------------------------------ attaching
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        for _ in range(MAX_HALF_OPEN):
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                log.warning("cannot accept a peer: %s", error)
+                return
+            line = wire.Line(sock)
+            pid, uid = line.credentials()
+            if len(self._half_open) >= MAX_HALF_OPEN or uid not in (-1, os.getuid()):
+                self.counters["attach_refused"] += 1
+                log.warning("a peer is refused: it runs as user %d, or too many handshakes are unfinished", uid)
+                line.close()
+                continue
+            deadline = time.monotonic() + wire.ATTACH_SECONDS
+            connection = Connection(line, deadline, max(pid, 0), secrets.token_bytes(16))
+            self._half_open.append(connection)
+            self._watch.add(sock.fileno(), lambda connection=connection: self._on_packets(connection))  # type: ignore[misc]
+
+    def _on_packets(self, connection: Connection) -> None:
+        try:
+            for packet in connection.line.hear():
+                if connection.line.fileno() >= 0:  # not dropped by the packet before
+                    self._step(connection, packet)
+        except wire.Closed as error:
+            self._drop(connection, str(error))
+        except wire.Malformed as error:
+            self.counters["attach_refused"] += 1
+            log.warning("a peer broke the handshake: %s", error)
+            self._drop(connection, "broke the handshake")
+
+    def _step(self, connection: Connection, packet: wire.Packet) -> None:
+        match packet:
+            case wire.Greet(epoch=epoch, challenge=challenge) if not connection.their_challenge and challenge:
+                connection.epoch, connection.their_challenge = epoch, challenge
+                token = wire.token_for(self._secret, epoch)
+                proof = wire.prove(token, "lender", challenge, connection.own_challenge)
+                connection.line.say(wire.Challenge(proof, connection.own_challenge))
+            case wire.Answer(proof=proof) if connection.their_challenge and not connection.generation:
+                token = wire.token_for(self._secret, connection.epoch)
+                right = wire.prove(token, "poster", connection.own_challenge, connection.their_challenge)
+                if not hmac.compare_digest(proof, right):
+                    self._turn_away(connection, "wrong token", final=True)
+                    return
+                self._admit(connection)
+            case wire.Attached(generation=generation) if connection.window is not None and not connection.attached:
+                if generation != connection.generation:
+                    raise wire.Malformed("attached under another generation")
+                if bytes(connection.window.own()[:TRIAL_BYTES]) != connection.trial:
+                    raise wire.Malformed("nothing arrived through its agent")
+                connection.attached, connection.deadline = True, None
+                self._half_open.remove(connection)
+            case other:
+                raise wire.Malformed(f"unexpected {type(other).__name__}")
+
+    def _admit(self, connection: Connection) -> None:
+        """Asks for an agent; whatever this peer had before ends first."""
+        record = self._records.get(connection.epoch)
+        living = sum(r.connection is not None for r in self._records.values())
+        if living >= self._max_peers and (record is None or record.connection is None):
+            self._turn_away(connection, f"{self._max_peers} peers are attached already", final=False)
+            return
+        if record is None:
+            record = self._records[connection.epoch] = PeerRecord(connection.epoch)
+        refusal = self._watch_death(record, connection)
+        if refusal is not None:
+            self._turn_away(connection, refusal, final=False)
+            return
+        if record.connection is not None:
+            self._drop(record.connection, "attached anew")
+        assert self._keeper is not None
+        self._last_generation += 1
+        connection.generation = record.generation = self._last_generation
+        record.unproven.add(connection.generation)  # on record before anything of it leaves
+        record.connection = self._by_generation[connection.generation] = connection
+        self._keeper.make(connection.generation)
+
+    def _watch_death(self, record: PeerRecord, connection: Connection) -> str | None:
+        """Where only the end of its process proves anything: which process that is. Else why it is refused."""
+        if not self._engine.limits.death:
+            return None
+        if len(record.unproven) >= MAX_UNPROVEN:
+            return f"it attached {MAX_UNPROVEN} times, and only its process's end proves anything"
+        if connection.pid == 0:
+            return "its process cannot be seen from here"
+        if record.pidfd is not None:
+            return None if record.pid == connection.pid else "another process of this epoch is alive"
+        try:
+            record.pidfd = os.pidfd_open(connection.pid)
+        except OSError:
+            return "its process is gone"
+        # still connected after pidfd_open: the number was not given to another process in between
+        if connection.line.credentials()[0] != connection.pid or has_exited(record.pidfd):
+            os.close(record.pidfd)
+            record.pidfd = None
+            return "its process is gone"
+        record.pid = connection.pid
+        self._watch.add(record.pidfd, lambda: self._on_exit(record))
+        return None
+
+    def _made(self, generation: int, window: Window | None, agent: bytes, reason: str) -> None:
+        """The keeper has an agent for it, or failed."""
+        connection = self._by_generation.pop(generation)
+        record = self._records[connection.epoch]
+        if window is None:
+            record.unproven.discard(generation)
+            self._turn_away(connection, f"no agent: {reason}", final=False)
+            return
+        self.counters["agents_lent"] += 1
+        if record.connection is not connection:
+            return  # gone meanwhile, its agent is being ended
+        connection.window, connection.trial = window, secrets.token_bytes(TRIAL_BYTES)
+        try:
+            connection.line.say(wire.Lent(generation, agent, window.base, window.scratch, connection.trial))
+        except wire.Closed as error:
+            self._drop(connection, str(error))
+
+    def _turn_away(self, connection: Connection, reason: str, final: bool) -> None:
+        self.counters["attach_refused"] += 1
+        log.warning("a peer of epoch %x is turned away: %s", connection.epoch, reason)
+        with contextlib.suppress(wire.Closed):
+            connection.line.say(wire.Refused(reason, final))
+        self._drop(connection, reason)
+
+    # ------------------------------------------------------------ ending
+
+    def _drop(self, connection: Connection, reason: str) -> None:
+        """The attachment is over; its agent ends too, which is what proves it."""
+        if connection.line.fileno() < 0:
+            return
+        self._watch.remove(connection.line.fileno())
+        connection.line.close()
+        if connection in self._half_open:
+            self._half_open.remove(connection)
+        record = self._records.get(connection.epoch)
+        if record is None or record.connection is not connection:
+            return
+        record.connection = None
+        if connection.generation in record.unproven:
+            assert self._keeper is not None
+            self._ending[connection.generation] = record
+            self._keeper.end(connection.generation)
+        if connection.attached:
+            self.lost.append(PeerLost(record.epoch, connection.generation, reason))
+
+    def _ended(self, generation: int, clean: bool) -> None:
+        record = self._ending.pop(generation)
+        self.counters["agents_ended"] += 1
+        if clean and self._engine.limits.ending:
+            record.unproven.discard(generation)
+            self._proven(record, generation, "its agent is no more")
+
+    def _on_exit(self, record: PeerRecord) -> None:
+        if record.pidfd is None or not has_exited(record.pidfd):
+            return
+        self._watch.remove(record.pidfd)
+        os.close(record.pidfd)
+        record.pidfd, record.death = None, True
+        if record.connection is not None:
+            self._drop(record.connection, "its process has ended")
+        record.unproven.clear()
+        self._proven(record, record.generation, "its process has ended")
+
+    def _proven(self, record: PeerRecord, generation: int, reason: str) -> None:
+        """Told again, now that the proof can be had."""
+        self.lost.append(PeerLost(record.epoch, generation, reason))
+        self._records[record.epoch] = self._records.pop(record.epoch)  # newest end last
+        over = [r.epoch for r in self._records.values() if r.connection is None and not r.unproven]
+        for epoch in over[: max(0, len(over) - MAX_ENDED_RECORDS)]:
+            del self._records[epoch]
+
+    def tick(self, now: float) -> None:
+        for connection in list(self._half_open):
+            if connection.deadline is not None and connection.deadline <= now:
+                self.counters["attach_refused"] += 1
+                self._drop(connection, "did not finish the handshake in time")
+
+    def next_deadline(self) -> float | None:
+        return min((c.deadline for c in self._half_open if c.deadline is not None), default=None)
+
+    # ------------------------------------------------------------ what it can prove
+
+    def generation(self, peer_epoch: int) -> int | None:
+        record = self._records.get(peer_epoch)
+        if record is None or record.connection is None or not record.connection.attached:
+            return None
+        return record.generation
+
+    def fence(self, peer_epoch: int, generation: int | None) -> FenceProof | None:
+        record = self._records.get(peer_epoch)
+        if record is None:
+            return None
+        wanted = generation if generation is not None else record.asked or record.generation
+        if wanted > record.generation:  # never lent: nothing to revoke, nothing to prove
+            return None
+        if wanted > record.proven_through:
+            if generation is None:
+                record.asked = wanted
+            current = record.connection
+            if self._engine.limits.ending and current is not None and current.generation <= wanted:
+                self.counters["agents_rebuilt"] += 1
+                self._drop(current, "its access was revoked")
+            return None
+        if generation is None:
+            record.asked = 0
+        return FenceProof("gone" if record.death else "fenced", peer_epoch, record.proven_through)
+
+    def gone(self, peer_epoch: int) -> FenceProof | None:
+        record = self._records.get(peer_epoch)
+        if record is None or not record.death:
+            return None
+        return FenceProof("gone", peer_epoch, record.proven_through)
+
+    def close(self, seconds: float) -> None:
+        if self._listener is not None:
+            self._watch.remove(self._listener.fileno())
+            wire.unlisten(self._listener, self._address)
+            self._listener = None
+        for connection in [*self._half_open, *(r.connection for r in self._records.values() if r.connection)]:
+            if connection.line.fileno() >= 0:
+                self._watch.remove(connection.line.fileno())
+                connection.line.close()
+        for record in self._records.values():
+            if record.pidfd is not None:
+                self._watch.remove(record.pidfd)
+                os.close(record.pidfd)
+                record.pidfd = None
+        if self._keeper is not None:
+            self._keeper.leave(seconds)

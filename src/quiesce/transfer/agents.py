@@ -1,0 +1,144 @@
+"""A transport over any engine that can be lent peer by peer: NIXL, Mooncake, MORI. See `agent.Engine`.
+
+The lender keeps one agent (NIXL) or engine (Mooncake, MORI) for each attached peer, all over the same pool, each
+with addresses of its own. Ending a peer's agent is an exact fence of that peer, where the engine was shown to leave
+nothing behind then; the peer attaches again by itself, under a new generation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from quiesce.core.messages import Grant
+from quiesce.core.posting import Outcome
+from quiesce.transfer.agent import Engine
+from quiesce.transfer.agent_lender import AgentLender
+from quiesce.transfer.agent_poster import AgentPoster
+from quiesce.transfer.couriers import Told
+from quiesce.transfer.interface import Arena, FenceProof, Peer, PeerLost, Post, Region, Transport
+from quiesce.transfer.watch import Watch
+from quiesce.transfer.window import check_arena
+
+LEAVE_SECONDS = 3.0  # that agents may take to end when the process leaves
+
+
+class AgentTransport(Transport):
+    """`host`: interface for peers on other machines, None: this machine only. Raises MissingEngine, and ValueError
+    for settings that cannot work."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        run_dir: Path,
+        epoch: int,
+        *,
+        host: str | None = None,
+        max_transfer_pages: int = 1024,
+        max_open_posts: int = 4096,
+        max_peers: int = 64,
+    ) -> None:
+        if max_transfer_pages < 1:
+            raise ValueError(f"max_transfer_pages is {max_transfer_pages}, must be at least 1")
+        engine.check()
+        self.caps = engine.caps
+        self._engine = engine
+        self._watch = Watch()
+        self._told = Told()
+        self._watch.add(self._told.flag, self._told.turn)
+        self._lender = AgentLender(self._watch, self._told, engine, run_dir, epoch, host, max_peers)
+        self._poster = AgentPoster(self._watch, self._told, engine, max_transfer_pages, max_open_posts, max_peers)
+        self._arena: Arena | None = None
+        self._closed = False
+
+    def fileno(self) -> int:
+        return self._watch.fileno()
+
+    def register(self, arena: Arena) -> Region:
+        if self._arena is not None:
+            raise ValueError("this transport has its arena already")
+        check_arena(arena, self.caps.label)
+        self._arena = arena
+        self._lender.lend(arena)
+        self._poster.use(arena)
+        return Region(0, arena.count, arena.page_bytes)
+
+    def descriptor(self, peer_epoch: int | None = None) -> bytes:
+        return self._lender.descriptor(peer_epoch or 0)
+
+    def generation(self, peer_epoch: int) -> int | None:
+        return self._lender.generation(peer_epoch)
+
+    def fence(
+        self, peer_epoch: int, generation: int | None = None, pages: frozenset[int] | None = None
+    ) -> FenceProof | None:
+        proof = self._lender.fence(peer_epoch, generation)
+        self._settle()
+        return proof
+
+    def gone(self, peer_epoch: int) -> FenceProof | None:
+        return self._lender.gone(peer_epoch)
+
+    def consume_barrier(self, pages: Sequence[int]) -> None:
+        """Nothing to wait for: the memory of one host, written by its own processor or by a device that it sees."""
+
+    def events(self) -> list[PeerLost]:
+        self._turn()
+        lost = self._lender.lost + self._poster.lost_peers
+        self._lender.lost, self._poster.lost_peers = [], []
+        self._settle()
+        return lost
+
+    def connect(self, descriptor: bytes, own_epoch: int) -> Peer:
+        peer = self._poster.connect(descriptor, own_epoch)
+        self._settle()
+        return peer
+
+    def write(self, peer: Peer, src_pages: Sequence[int], dst_pages: Sequence[int], grant: Grant) -> Post:
+        post = self._poster.post("write", peer, src_pages, dst_pages, grant)
+        self._settle()
+        return post
+
+    def poll(self) -> list[tuple[Post, Outcome]]:
+        self._turn()
+        ended, self._poster.ended = self._poster.ended, []
+        self._settle()
+        return ended
+
+    def try_cancel(self, post: Post) -> bool:
+        return self._poster.try_cancel(post)
+
+    def drain(self, peer: Peer) -> bool:
+        return self._poster.drained(peer)
+
+    def disconnect(self, peer: Peer) -> None:
+        self._poster.disconnect(peer)
+        self._settle()
+
+    def counters(self) -> dict[str, int]:
+        return {**self._poster.counters, **self._lender.counters}
+
+    def close_all(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        until = time.monotonic() + LEAVE_SECONDS
+        self._poster.close(LEAVE_SECONDS)
+        self._lender.close(max(0.1, until - time.monotonic()))
+        self._watch.close()
+
+    def _turn(self) -> None:
+        if self._closed:
+            return
+        self._watch.turn()
+        now = time.monotonic()
+        self._lender.tick(now)
+        self._poster.tick(now)
+
+    def _settle(self) -> None:
+        if self._closed:
+            return
+        self._watch.flag(bool(self._lender.lost or self._poster.lost_peers or self._poster.ended))
+        due = [t for t in (self._lender.next_deadline(), self._poster.next_deadline()) if t is not None]
+        self._watch.alarm(min(due, default=None))

@@ -1,0 +1,169 @@
+"""Mooncake's TransferEngine, one lane at a time: `tcp`, or `rdma` (verbs).
+
+Only return code 0 of a whole batch means anything: then all of it is in the peer's memory. After -1 there is neither
+a handle nor a flush, and the engine was seen to write hundreds of MiB more. So batches are small, every address is
+checked before it gets here, the engine's own timeouts are set so high that they do not fire, and what is lost stays
+unproven until the peer's engine over there is no more.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from quiesce.transfer.agent import Direction, Limits, MissingEngine
+from quiesce.transfer.agents import AgentTransport
+from quiesce.transfer.arena import shared_arena
+from quiesce.transfer.interface import Arena, Capabilities
+from quiesce.transfer.window import SCRATCH, Window
+
+Lane = Literal["tcp", "rdma"]
+
+MISSING = "Mooncake is not installed: pip install 'quiesce[mooncake]'"
+NO_VERBS = "Mooncake needs libibverbs, which is not installed: apt-get install libibverbs1"
+
+# Longer than any deadline of ours (a day at most): one that fires tells nothing, and its batch goes on landing.
+_SECONDS, _MILLISECONDS = str(1_000_000), str(1_000_000_000)
+_PINNED = {
+    "MC_TRANSFER_TIMEOUT": _SECONDS,
+    "MC_TCP_STATUS_TIMEOUT_SEC": _SECONDS,
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": _SECONDS,
+    "MC_TCP_ADMISSION_TIMEOUT_MS": _MILLISECONDS,
+}
+_FORBIDDEN = ("MC_TCP_PROTO", "MC_FORCE_TCP", "MC_USE_TENT", "MC_SLICE_TIMEOUT")  # each changes what rc 0 means
+
+
+def capabilities(lane: Lane) -> Capabilities:
+    """Every entry was measured by the conformance suite on Mooncake 0.3.13.post1, or is `none`."""
+    return Capabilities(
+        name="mooncake",
+        lane=lane,
+        push=True,
+        pull=False,
+        gather=True,
+        notify=False,
+        failure_is_terminal=False,
+        cancels_queued=True,
+        blocking_post=False,
+        drain="none",
+        fence="peer",
+        fence_cost="disrupts_peer",
+        placed_means="visible",
+    )
+
+
+class _Agent(msgspec.Struct, frozen=True):
+    name: str  # host:port, fresh for each engine
+
+
+@dataclass(frozen=True)
+class MooncakeEngine:
+    """`host`: own address, at which peers reach the engines. `devices`: RDMA devices, e.g. `mlx5_0`; empty: all."""
+
+    lane: Lane = "tcp"
+    host: str = "127.0.0.1"
+    devices: str = ""
+
+    @property
+    def caps(self) -> Capabilities:
+        return capabilities(self.lane)
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(
+            ending=True, ending_reads=False, death=False, flush=False, pages_in_flight=256, batches_in_flight=2
+        )
+
+    def check(self) -> None:
+        if self.lane not in ("tcp", "rdma"):
+            raise ValueError(f"Mooncake has no lane {self.lane!r} here: tcp, rdma")
+        for name in _FORBIDDEN:
+            if os.environ.get(name):
+                raise ValueError(f"{name} is set: it changes what Mooncake's success means. Unset it")
+        self._pin()
+        _library()
+
+    def _pin(self) -> None:
+        """Read by the engine each time that it makes one, so it must be right each time."""
+        os.environ.update(_PINNED)
+        if self.lane == "tcp":
+            os.environ["MC_TCP_BIND_ADDRESS"] = self.host
+
+    def _engine(self, window: Window) -> Any:
+        self._pin()
+        engine = _library()()
+        if engine.initialize(self.host, "P2PHANDSHAKE", self.lane, self.devices):
+            raise RuntimeError(f"Mooncake cannot start an engine over {self.lane} at {self.host} ({self.devices})")
+        for address, size in ((window.base, window.size), (window.scratch, SCRATCH)):
+            if engine.register_memory(address, size):
+                raise RuntimeError(f"Mooncake cannot register {size} bytes")
+        return engine
+
+    def lend(self, window: Window) -> LentEngine:
+        return LentEngine(self._engine(window), self.host)
+
+    def join(self, window: Window, agent: bytes) -> JoinedEngine:
+        try:
+            found = msgspec.msgpack.decode(agent, type=_Agent)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"not an engine of Mooncake: {error}") from error
+        return JoinedEngine(self._engine(window), found.name)
+
+
+def _library() -> Any:
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    try:
+        from mooncake.engine import TransferEngine  # noqa: PLC0415
+    except ImportError as error:
+        if "libibverbs" in str(error):
+            raise MissingEngine(f"{NO_VERBS} ({error})") from error
+        raise MissingEngine(f"{MISSING} ({error})") from error
+    return TransferEngine
+
+
+class LentEngine:
+    def __init__(self, engine: Any, host: str) -> None:
+        self._engine = engine
+        self._name = f"{host}:{engine.get_rpc_port()}"
+
+    def describe(self) -> bytes:
+        return msgspec.msgpack.encode(_Agent(self._name))
+
+    def end(self) -> None:
+        self._engine = None  # the only reference: its threads and sockets end before this returns
+
+
+class JoinedEngine:
+    def __init__(self, engine: Any, peer: str) -> None:
+        self._engine, self._peer = engine, peer
+
+    def post(self, direction: Direction, own: np.ndarray, theirs: np.ndarray, size: int) -> object:
+        """Blocks until the batch is over, with the interpreter free."""
+        move = self._engine.batch_transfer_sync_write
+        if direction == "read":
+            move = self._engine.batch_transfer_sync_read
+        code = move(self._peer, own.tolist(), theirs.tolist(), [size] * len(own))
+        if code != 0:
+            raise RuntimeError(f"Mooncake returned {code}")
+        return None
+
+    def over(self, batch: object) -> bool:
+        return True
+
+    def end(self) -> None:
+        self._engine = None
+
+
+def _factory(engine: MooncakeEngine) -> Any:
+    def make(run_dir: Path, epoch: int, pages: int, page_bytes: int) -> tuple[AgentTransport, Arena]:
+        return AgentTransport(engine, run_dir, epoch, max_transfer_pages=100), shared_arena(pages, page_bytes)
+
+    return make
+
+
+tcp = _factory(MooncakeEngine("tcp"))  # for the conformance suite: `quiesce.transfer.mooncake:tcp`

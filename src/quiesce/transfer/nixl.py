@@ -1,0 +1,181 @@
+"""NIXL over UCX, one lane at a time: `tcp`, `cma` (one machine, the writer copies) or `rc` (RDMA verbs).
+
+A transfer in progress cannot be called back: releasing its handle forgets it and its bytes go on landing, so a handle
+is polled to its end, whatever happens. Only `DONE` means anything. An exception says nothing about what still lands;
+one more tiny write between the same two agents, awaited, shows that all before it has.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from quiesce.transfer.agent import Direction, Limits, MissingEngine
+from quiesce.transfer.agents import AgentTransport
+from quiesce.transfer.arena import shared_arena
+from quiesce.transfer.interface import Arena, Capabilities
+from quiesce.transfer.window import SCRATCH, Window
+
+Lane = Literal["tcp", "cma", "rc"]
+
+# What UCX may use, and nothing else. Messages and keep-alives go by tcp where the lane itself has none.
+_TLS: dict[str, str] = {"tcp": "tcp", "cma": "cma,tcp", "rc": "rc_v"}
+MISSING = "NIXL is not installed: pip install 'quiesce[nixl]'"
+
+
+def capabilities(lane: Lane) -> Capabilities:
+    """Every entry was measured by the conformance suite on NIXL 1.5.1, or is `none`."""
+    return Capabilities(
+        name="nixl",
+        lane=lane,
+        push=True,
+        pull=False,
+        gather=True,
+        notify=False,
+        failure_is_terminal=False,
+        cancels_queued=True,
+        blocking_post=False,
+        drain="flush",
+        fence="none" if lane == "cma" else "peer",
+        fence_cost="none" if lane == "cma" else "disrupts_peer",
+        placed_means="visible",
+    )
+
+
+class _Agent(msgspec.Struct, frozen=True):
+    metadata: bytes
+
+
+@dataclass(frozen=True)
+class NixlEngine:
+    """`devices`: UCX's names of the network devices to use; empty: all."""
+
+    lane: Lane = "tcp"
+    devices: str = ""
+
+    @property
+    def caps(self) -> Capabilities:
+        return capabilities(self.lane)
+
+    @property
+    def limits(self) -> Limits:
+        cma = self.lane == "cma"
+        return Limits(
+            ending=not cma, ending_reads=False, death=cma, flush=True, pages_in_flight=4096, batches_in_flight=4
+        )
+
+    def check(self) -> None:
+        if self.lane not in _TLS:
+            raise ValueError(f"NIXL has no lane {self.lane!r} here: {', '.join(_TLS)}")
+        self._pin()
+        _library()
+
+    def _pin(self) -> None:
+        """UCX reads its settings from the environment, anew for each agent."""
+        os.environ["UCX_TLS"] = _TLS[self.lane]
+        os.environ.pop("UCX_NET_DEVICES", None)
+        if self.devices:
+            os.environ["UCX_NET_DEVICES"] = self.devices
+
+    def _agent(self, window: Window) -> tuple[Any, Any]:
+        self._pin()
+        api = _library()
+        config = api.nixl_agent_config(backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
+        agent = api.nixl_agent(f"quiesce-{secrets.token_hex(8)}", config)
+        agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
+        spans = [[window.base, window.size, 0], [window.scratch, SCRATCH, 0]]
+        registered = agent.register_memory(np.array(spans, np.uint64), "DRAM", backends=["UCX"])
+        return agent, registered
+
+    def lend(self, window: Window) -> LentAgent:
+        return LentAgent(*self._agent(window))
+
+    def join(self, window: Window, agent: bytes) -> JoinedAgent:
+        try:
+            found = msgspec.msgpack.decode(agent, type=_Agent)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"not an agent of NIXL: {error}") from error
+        return JoinedAgent(*self._agent(window), found.metadata)
+
+
+def _library() -> Any:
+    # What it says goes to stdout, which belongs to the program.
+    for name, value in (("NIXL_LOG_LEVEL", "WARN"), ("UCX_LOG_FILE", "stderr"), ("UCX_WARN_UNUSED_ENV_VARS", "n")):
+        os.environ.setdefault(name, value)
+    try:
+        from nixl_cu12 import _api  # noqa: PLC0415
+    except ImportError as error:
+        raise MissingEngine(f"{MISSING} ({error})") from error
+    return _api
+
+
+class LentAgent:
+    def __init__(self, agent: Any, registered: Any) -> None:
+        self._agent, self._registered = agent, registered
+
+    def describe(self) -> bytes:
+        return msgspec.msgpack.encode(_Agent(self._agent.get_agent_metadata()))
+
+    def end(self) -> None:
+        """The agent goes first and takes its registrations along: deregistering with something in flight is a use
+        after free inside UCX, and no fence."""
+        _delete(self)
+
+
+class JoinedAgent:
+    def __init__(self, agent: Any, registered: Any, metadata: bytes) -> None:
+        self._agent, self._registered = agent, registered
+        self._remote = agent.add_remote_agent(metadata)
+
+    def post(self, direction: Direction, own: np.ndarray, theirs: np.ndarray, size: int) -> Any:
+        near, far = (self._agent.get_xfer_descs(_spans(at, size), "DRAM") for at in (own, theirs))
+        handle = self._agent.initialize_xfer(direction.upper(), near, far, self._remote)
+        self._agent.transfer(handle)  # DONE, PROC, or it raises; `over` asks in any case
+        return handle
+
+    def over(self, batch: Any) -> bool:
+        state = self._agent.check_xfer_state(batch)
+        if state == "PROC":
+            return False
+        if state != "DONE":
+            raise RuntimeError(f"NIXL says {state}")
+        self._agent.release_xfer_handle(batch)
+        return True
+
+    def end(self) -> None:
+        _delete(self)
+
+
+def _spans(at: np.ndarray, size: int) -> np.ndarray:
+    spans = np.zeros((len(at), 3), np.uint64)
+    spans[:, 0], spans[:, 1] = at, size
+    return spans
+
+
+def _delete(holder: LentAgent | JoinedAgent) -> None:
+    """Ends the agent now, on this thread. Raises if somebody else still holds it, for then it lives on."""
+    agent = holder._agent
+    inner = agent.agent
+    holder._registered = holder._agent = None
+    del agent.agent, agent
+    if sys.getrefcount(inner) > 2:  # this name, and the call that asks
+        raise RuntimeError("the agent is still referred to")
+
+
+def _factory(engine: NixlEngine) -> Any:
+    def make(run_dir: Path, epoch: int, pages: int, page_bytes: int) -> tuple[AgentTransport, Arena]:
+        return AgentTransport(engine, run_dir, epoch, max_transfer_pages=100), shared_arena(pages, page_bytes)
+
+    return make
+
+
+# For the conformance suite: `quiesce.transfer.nixl:tcp`, on the loopback device.
+tcp = _factory(NixlEngine("tcp", devices="lo"))
+cma = _factory(NixlEngine("cma", devices="lo"))
