@@ -20,6 +20,7 @@ from quiesce.roles.settings import (
     Role,
     RouterSettings,
     SettingsError,
+    ToolCallParser,
     WorkerSettings,
     new_epoch,
 )
@@ -72,6 +73,14 @@ class HttpOptions:
     request_timeout: Annotated[
         float, Parameter(group=HTTP, help="Seconds from a request's arrival to its last byte.")
     ] = 600.0
+    tool_call_parser: Annotated[
+        ToolCallParser,
+        Parameter(
+            group=HTTP,
+            help="How the model writes tool calls: hermes (Qwen too), llama3_json or mistral; auto goes by its chat "
+            "template.",
+        ),
+    ] = "auto"
 
 
 @Parameter(name="*")
@@ -295,6 +304,7 @@ def router_settings(
         max_inflight=http.max_inflight,
         max_body=http.max_body,
         request_timeout=http.request_timeout,
+        tool_call_parser=http.tool_call_parser,
         hold_timeout=silence.hold_timeout,
         drain_timeout=process.drain_timeout,
         log_level=process.log_level,

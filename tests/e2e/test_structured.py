@@ -200,3 +200,45 @@ def test_many_at_once_and_idle_afterwards(serve: Product) -> None:
         for schema, answer in pool.map(one, range(16)):
             assert fits(json.loads(answer["choices"][0]["message"]["content"]), schema), answer
     serve.check_idle(serve.boot)
+
+
+PLACE = {"type": "object", "properties": {"place": {"$ref": "#/$defs/word"}}, "required": ["place"],
+         "additionalProperties": False, "$defs": {"word": WORD}}  # fmt: skip
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "description": "Of a place.", "parameters": PLACE}},
+    {"type": "function", "function": {"name": "clock"}},
+]
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_scenario_f58_a_forced_call_is_a_call_of_an_offered_tool(
+    serve: Product, client: openai.OpenAI, temperature: float
+) -> None:
+    body = asked(serve, tools=TOOLS, tool_choice="required", temperature=temperature, seed=5)
+    body |= {"max_tokens": 600, "parallel_tool_calls": False}
+    (choice,) = client.chat.completions.create(**body).choices
+    calls = choice.message.tool_calls or []
+    assert choice.finish_reason == "tool_calls" and len(calls) == 1 and choice.message.content is None
+    for call in calls:
+        assert call.type == "function" and call.function.name in ("weather", "clock")
+        arguments = json.loads(call.function.arguments)
+        assert fits(arguments["place"], WORD) if call.function.name == "weather" else arguments == {}
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**body, stream=True)]
+    deltas = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+    assert [d.function.name for d in deltas if d.function and d.function.name] == [calls[0].function.name]
+    assert "".join(d.function.arguments or "" for d in deltas if d.function) == calls[0].function.arguments
+    assert chunks[-1].finish_reason == "tool_calls"
+
+
+def test_a_named_call_streams_its_arguments(serve: Product, client: openai.OpenAI) -> None:
+    body = asked(serve, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "weather"}})
+    (choice,) = client.chat.completions.create(**body).choices
+    (call,) = choice.message.tool_calls or ()
+    assert call.function.name == "weather" and fits(json.loads(call.function.arguments)["place"], WORD)
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**body, stream=True)]
+    deltas = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+    assert "".join(d.function.arguments or "" for d in deltas if d.function) == call.function.arguments
+    again: Any = [*body["messages"], choice.message.to_dict(),
+                  {"role": "tool", "tool_call_id": call.id, "content": "rain"}]  # fmt: skip
+    answer = client.chat.completions.create(**body | {"messages": again, "tool_choice": "auto", "max_tokens": 5})
+    assert answer.choices[0].finish_reason in ("length", "stop", "tool_calls")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 # Before transformers is imported: a model folder is complete, nothing is looked up on the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -22,7 +23,10 @@ from transformers import PreTrainedTokenizerFast
 from quiesce.api.defaults import sampling_defaults
 from quiesce.api.detokenize import Vocabulary
 from quiesce.api.errors import ApiError, invalid, unavailable
+from quiesce.api.messages import Message, size_of
 from quiesce.api.structure import unusable
+from quiesce.api.toolcalls import MARKERS, Form, form_of
+from quiesce.api.tools import in_words
 from quiesce.engine.grammar import GrammarError, Grammars
 
 THREADS = 2
@@ -36,7 +40,8 @@ class TextModel:
     Raises ValueError or OSError, with the folder named, when the folder has no usable tokenizer.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tool_form: Form | Literal["auto"] = "auto") -> None:
+        """tool_form: how the model writes tool calls; auto: as its chat template shows."""
         try:
             self._wrapper: Any = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # transformers raises whatever its parsers raise
@@ -56,6 +61,11 @@ class TextModel:
             self.sampling_defaults = sampling_defaults(generation)
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from None
+        template = str(self._wrapper.chat_template or "")
+        self._shows_tools = re.search(r"\btools\b", template) is not None
+        self.tool_form = form_of(template) if tool_form == "auto" else tool_form
+        markers = (self._tokenizer.token_to_id(marker) for marker in MARKERS)
+        self.tool_markers = frozenset(id for id in markers if id is not None)
         self._longest_token = _longest_token(self._tokenizer)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
         self._grammars = Grammars(folder, self.vocabulary_size, self.eos_ids)
@@ -70,9 +80,13 @@ class TextModel:
         self._grammar_thread.shutdown(wait=False, cancel_futures=True)
 
     async def encode(
-        self, prompt: str | list[int] | list[dict[str, str]], limit: int, where: str = "prompt"
+        self,
+        prompt: str | list[int] | list[Message],
+        limit: int,
+        where: str = "prompt",
+        tools: list[dict[str, Any]] | None = None,
     ) -> tuple[int, ...]:
-        """Token ids of a text, of ids (checked against the vocabulary), or of chat messages.
+        """Token ids of a text, of ids (checked against the vocabulary), or of chat messages with their tools.
 
         Raises ApiError 400 when there are none, when the chat template refuses, or at once when the prompt is
         so long that it cannot be within `limit` tokens. `where`: which prompt of several the error is about.
@@ -83,10 +97,10 @@ class TextModel:
         elif isinstance(prompt[0], int):
             return self.checked(prompt, where)
         else:
-            messages: list[dict[str, str]] = prompt
+            messages: list[Message] = prompt
             where = "messages"
-            self._refuse_hopeless(where, sum(len(m["content"].encode()) for m in messages), limit)
-            ids = await self.encode_chat(messages)
+            self._refuse_hopeless(where, size_of(messages), limit)
+            ids = await self.encode_chat(messages, tools=tools or [])
         if not ids:
             raise invalid(where, "must not be empty: it has no tokens")
         return tuple(ids)
@@ -95,9 +109,11 @@ class TextModel:
         """`special`: with the tokens that the tokenizer puts around a text."""
         return await self._in_thread(lambda: self._tokenizer.encode(text, add_special_tokens=special).ids)
 
-    async def encode_chat(self, messages: list[dict[str, str]], open_answer: bool = True) -> list[int]:
+    async def encode_chat(
+        self, messages: list[Message], open_answer: bool = True, tools: list[dict[str, Any]] | None = None
+    ) -> list[int]:
         """`open_answer`: with the words that make the model answer. Raises ApiError 400."""
-        return await self._in_thread(lambda: self._encode_chat(messages, open_answer))
+        return await self._in_thread(lambda: self._encode_chat(messages, open_answer, tools or []))
 
     async def check_grammar(self, grammar: str, where: str) -> None:
         """Raises ApiError 400 about the field `where` for what cannot be compiled, so that no worker is asked."""
@@ -115,11 +131,16 @@ class TextModel:
         checked = self.checked(ids, "tokens")
         return await self._in_thread(lambda: self._tokenizer.decode(checked, skip_special_tokens=False))
 
-    def _encode_chat(self, messages: list[dict[str, str]], open_answer: bool) -> list[int]:
+    def _encode_chat(self, messages: list[Message], open_answer: bool, tools: list[dict[str, Any]]) -> list[int]:
         if not self.has_chat_template:
             raise invalid("messages", "this model has no chat template; use /v1/completions", "no_chat_template")
+        fields: dict[str, Any] = {"tokenize": False, "add_generation_prompt": open_answer}
+        if self._shows_tools:
+            fields["tools"] = tools or None
+        else:
+            messages = in_words(messages, tools)
         try:
-            text = self._wrapper.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_answer)
+            text = self._wrapper.apply_chat_template(messages, **fields)
         except (TemplateError, TypeError, ValueError) as error:
             raise invalid("messages", f"the model's chat template refused them: {error}") from None
         return self._tokenizer.encode(text, add_special_tokens=False).ids

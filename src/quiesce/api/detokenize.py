@@ -67,8 +67,10 @@ class Vocabulary:
     def is_byte(self, id: int) -> bool:
         return BYTE_TOKEN.fullmatch(self.tokenizer.id_to_token(id) or "") is not None
 
-    def detokenizer(self) -> Detokenizer:
-        return ByteLevelDetokenizer(self) if self.byte_level else WindowDetokenizer(self)
+    def detokenizer(self, shown: frozenset[int] = frozenset()) -> Detokenizer:
+        """`shown`: special tokens that are text here, written out."""
+        silent = self.special - shown
+        return ByteLevelDetokenizer(self, silent) if self.byte_level else WindowDetokenizer(self, silent, shown)
 
 
 def _writes_spaces(link: dict[str, Any]) -> bool:
@@ -87,12 +89,13 @@ class Detokenizer:
 
 
 class ByteLevelDetokenizer(Detokenizer):
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, silent: frozenset[int]) -> None:
         self._vocabulary = vocabulary
+        self._special = silent
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, id: int) -> str:
-        if id in self._vocabulary.special:
+        if id in self._special:
             return ""
         return self._utf8.decode(self._vocabulary.token_bytes(id))
 
@@ -101,15 +104,18 @@ class ByteLevelDetokenizer(Detokenizer):
 
 
 class WindowDetokenizer(Detokenizer):
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, silent: frozenset[int], shown: frozenset[int]) -> None:
         self._vocabulary = vocabulary
+        self._special, self._shown = silent, shown
         self._context: list[int] = []  # what the held tokens are decoded behind: their text may depend on it
         self._context_text = ""
         self._held: list[int] = []
 
     def push(self, id: int) -> str:
-        if id in self._vocabulary.special:
+        if id in self._special:
             return ""
+        if id in self._shown:
+            return self.flush() + (self._vocabulary.tokenizer.id_to_token(id) or "")
         self._held.append(id)
         return "" if self._vocabulary.is_byte(id) else self.flush()
 
@@ -196,13 +202,18 @@ class TextStream:
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, stops: Sequence[str] = (), silent: Iterable[int] = (), min_tokens: int = 0
+        self,
+        vocabulary: Vocabulary,
+        stops: Sequence[str] = (),
+        silent: Iterable[int] = (),
+        min_tokens: int = 0,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         """silent: token ids that end the answer and have no text (stop_token_ids, end of sequence).
 
-        min_tokens: a stop string counts only when a later token completes it.
+        min_tokens: a stop string counts only when a later token completes it. shown: special tokens written out.
         """
-        self._detokenizer = vocabulary.detokenizer()
+        self._detokenizer = vocabulary.detokenizer(shown)
         self._matcher = StopMatcher(stops)
         self._silent = frozenset(silent)
         self._min_tokens = min_tokens

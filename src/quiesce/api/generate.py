@@ -7,6 +7,7 @@ import logging
 import re
 import uuid
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -20,7 +21,7 @@ from quiesce.api.errors import ApiError, unavailable
 from quiesce.api.metrics import FrontMetrics, Pace
 from quiesce.api.parse import Wanted
 from quiesce.api.reply import Reply, Sender, StreamedReply, WholeReply
-from quiesce.api.shapes import Shape, Usage, usage
+from quiesce.api.shapes import Events, Shape, Usage, usage
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +52,19 @@ class Front:
 class Generate:
     """ASGI application of one endpoint."""
 
-    def __init__(self, front: Front, route: str, parse: Callable[[bytes], Wanted], shape: type[Shape]) -> None:
+    def __init__(
+        self,
+        front: Front,
+        route: str,
+        parse: Callable[[bytes], Wanted],
+        shape: type[Shape],
+        events: Callable[[Any, Wanted], Events],
+    ) -> None:
         self.front = front
         self.route = route
         self.parse = parse
         self.shape = shape
+        self.events = events
         front.metrics.expect(route)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -203,9 +212,10 @@ class Exchange:
 
     def _reply(self, wanted: Wanted, asks: list[Ask], answers: list[Answer]) -> Reply:
         vocabulary = self._front.text.vocabulary
-        shape = self._endpoint.shape(self._rid, self._front.model, vocabulary, wanted.logprobs)
+        form = self._front.text.tool_form
+        shape = self._endpoint.shape(self._rid, self._front.model, vocabulary, wanted, form)
         if wanted.stream:
-            return StreamedReply(self._out, shape, len(answers), wanted.include_usage)
+            return StreamedReply(self._out, self._endpoint.events(shape, wanted), answers)
         return WholeReply(self._out, shape, vocabulary, asks, answers, wanted.prompt_logprobs)
 
     async def _refuse(self, error: ApiError) -> None:

@@ -62,6 +62,13 @@ RULES = {
     "timeout": "Seconds from arrival to the last byte; the server's own limit stands above it.",
     "best_of": "Absent or equal to `n`.",
     "n": f"Prompts times `n` is at most {schemas.MAX_ANSWERS}.",
+    "response_format": "At most one of this and the other fields that say what an answer must be.",
+    "structured_outputs": "Exactly one of its fields. vLLM's; the guided_ fields are its older spelling.",
+    "guided_json": "A JSON schema, or the text of one.",
+    "regex": "The whole answer matches it. SGLang's, as is `ebnf`.",
+    "ebnf": "GBNF (`root ::= ...`) or Lark (`start: ...`).",
+    "tools": "At most 128, each with a name of its own.",
+    "tool_choice": "`required` and a named tool force a call by a grammar, and exclude `response_format`.",
     "logit_bias": "Token ids of the vocabulary, written in digits, and what is added to their logits.",
 }
 ABOUT = (
@@ -146,9 +153,12 @@ def _narrow_messages(components: dict[str, Schema]) -> None:
     fields = message["properties"]
     for name, values in schemas.ASKS_NOTHING_IN_MESSAGE.items():
         fields[name] = {"enum": [None, *values], "description": "Not served yet."}
-    fields["role"] = {"enum": ["system", "developer", "user", "assistant"]}
-    fields["content"] = {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
-    message["required"] = ["role", "content"]
+    fields["role"] = {"enum": ["system", "developer", "user", "assistant", "tool"]}
+    null = {"type": "null", "description": "Only beside `tool_calls`."}
+    fields["content"] = {"anyOf": [{"type": "string"}, {"type": "array", "items": part}, null]}
+    fields["tool_call_id"]["description"] = "In `tool` messages, and in no others."
+    fields["tool_calls"]["description"] = "In `assistant` messages alone; arguments are the text of a JSON object."
+    message["required"] = ["role"]
     components["ChatBody"]["properties"]["messages"]["minItems"] = 1
 
 

@@ -9,9 +9,11 @@ import msgspec
 
 from quiesce.api import schemas, structure
 from quiesce.api.errors import ApiError, invalid
-from quiesce.api.schemas import ChatBody, ChatMessage, CompletionBody, StreamOptions
+from quiesce.api.messages import Message, check_messages, refuse_unserved
+from quiesce.api.schemas import ChatBody, CompletionBody, StreamOptions
+from quiesce.api.tools import Tools, tools_of
 
-Prompt = str | list[int] | list[dict[str, str]]  # text, token ids, or chat messages
+Prompt = str | list[int] | list[Message]  # text, token ids, or chat messages
 GIVEN = (
     "temperature",
     "top_p",
@@ -47,6 +49,7 @@ class Wanted(msgspec.Struct, frozen=True):
     kind: Literal["prompt", "messages"]  # what the field is called
     grammar: str = ""  # what the answer must be; empty: anything
     grammar_field: str = ""  # the field that says so
+    tools: Tools | None = None
 
 
 _chat = msgspec.json.Decoder(ChatBody)
@@ -55,7 +58,11 @@ _completion = msgspec.json.Decoder(CompletionBody)
 
 def parse_chat(raw: bytes) -> Wanted:
     """Raises ApiError 400 that names the field."""
-    body = decode(_chat, raw)
+    return chat_wanted(decode(_chat, raw))
+
+
+def chat_wanted(body: ChatBody) -> Wanted:
+    """Raises ApiError 400 that names the field."""
     limit = _in_range("max_completion_tokens", body.max_completion_tokens)
     if body.max_tokens == 0:
         raise invalid("max_tokens", "must be at least 1, got 0")
@@ -64,12 +71,25 @@ def parse_chat(raw: bytes) -> Wanted:
     top = _in_range("top_logprobs", body.top_logprobs)
     logprobs = (top or 0) if body.logprobs else None
     prompt = check_messages(body.messages)
-    return _wanted(body, [prompt], max_tokens=limit, logprobs=logprobs, echo=False, kind="messages")
+    wanted = _wanted(body, [prompt], max_tokens=limit, logprobs=logprobs, echo=False, kind="messages")
+    tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
+    if tools is None:
+        return wanted
+    if wanted.grammar:
+        raise invalid(wanted.grammar_field, 'cannot be combined with tools, unless tool_choice is "none"')
+    if tools.grammar and body.ignore_eos:
+        raise invalid("ignore_eos", "cannot be combined with a forced call: its end ends the answer")
+    field = "tools" if tools.grammar else ""
+    return msgspec.structs.replace(wanted, tools=tools, grammar=tools.grammar, grammar_field=field)
 
 
 def parse_completion(raw: bytes) -> Wanted:
     """Raises ApiError 400 that names the field."""
-    body = decode(_completion, raw)
+    return completion_wanted(decode(_completion, raw))
+
+
+def completion_wanted(body: CompletionBody) -> Wanted:
+    """Raises ApiError 400 that names the field."""
     echo = bool(body.echo)
     if body.max_tokens == 0 and not echo:
         raise invalid("max_tokens", "must be at least 1 unless echo is true, got 0")
@@ -81,13 +101,6 @@ def parse_completion(raw: bytes) -> Wanted:
         raise invalid("logprobs", why)
     prompts = _prompts(body.prompt)
     return _wanted(body, prompts, max_tokens=None, logprobs=body.logprobs, echo=echo, kind="prompt")
-
-
-def check_messages(messages: list[ChatMessage]) -> list[dict[str, str]]:
-    """Chat messages as the template takes them."""
-    if not messages:
-        raise invalid("messages", "must hold at least one message")
-    return [_message(message, i) for i, message in enumerate(messages)]
 
 
 def _prompts(prompt: str | list[Any]) -> list[Prompt]:
@@ -106,26 +119,6 @@ def _prompt(prompt: Any, where: str) -> Prompt:
     return prompt
 
 
-def _message(message: ChatMessage, index: int) -> dict[str, str]:
-    where = f"messages[{index}]"
-    if message.role in ("tool", "function"):
-        raise invalid(f"{where}.role", f"{message.role!r} messages are not supported, nor are tools")
-    _refuse_unserved(message, schemas.ASKS_NOTHING_IN_MESSAGE, f"{where}.")
-    if message.content is None:
-        raise invalid(f"{where}.content", "must be a string or a list of text parts")
-    content = message.content
-    if isinstance(content, list):
-        for part in content:
-            if part.type != "text" or part.text is None:
-                raise invalid(
-                    f"{where}.content",
-                    f"parts of type {part.type[:50]!r} are not supported, only 'text' with a text",
-                )
-        content = "".join(part.text or "" for part in content)
-    role = "system" if message.role == "developer" else message.role
-    return {"role": role, "content": content} | ({"name": message.name} if message.name else {})
-
-
 def _wanted(
     body: ChatBody | CompletionBody,
     prompts: list[Prompt],
@@ -135,7 +128,7 @@ def _wanted(
     echo: bool,
     kind: Literal["prompt", "messages"],
 ) -> Wanted:
-    _refuse_unserved(body, schemas.ASKS_NOTHING, "")
+    refuse_unserved(body, schemas.ASKS_NOTHING, "")
     n = _in_range("n", body.n) or 1
     if n * len(prompts) > schemas.MAX_ANSWERS:
         what = f"{len(prompts)} prompts times n = {n} is more than the {schemas.MAX_ANSWERS} answers of one request"
@@ -220,14 +213,6 @@ def _biases(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
             raise invalid("logit_bias", f"token {int(key)} is named twice")
         found[int(key)] = float(value)
     return tuple(sorted(found.items()))
-
-
-def _refuse_unserved(body: msgspec.Struct, nothing: dict[str, tuple[Any, ...]], where: str) -> None:
-    for name, values in nothing.items():
-        value = getattr(body, name, None)
-        if value is not None and value not in values:
-            fine = " or ".join(["absent", *(msgspec.json.encode(v).decode() for v in values)])
-            raise invalid(f"{where}{name}", f"is not supported yet; it must be {fine}", code="unsupported_parameter")
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)

@@ -17,7 +17,8 @@ from quiesce.core.messages import Sampling
 
 async def tokenize(wanted: Wanted, text: TextModel, limit: int) -> list[tuple[int, ...]]:
     """The token ids of each prompt. Raises ApiError 400, also for a prompt that is hopelessly long for `limit`."""
-    prompts = [await text.encode(prompt, limit, _where(wanted, i)) for i, prompt in enumerate(wanted.prompts)]
+    tools = wanted.tools.shown if wanted.tools else []
+    prompts = [await text.encode(one, limit, _where(wanted, i), tools) for i, one in enumerate(wanted.prompts)]
     text.checked(wanted.stop_token_ids, "stop_token_ids")
     text.checked((id for id, _ in wanted.logit_bias), "logit_bias")
     if wanted.grammar:
@@ -103,13 +104,14 @@ def answers(wanted: Wanted, asked: list[Ask], text: TextModel) -> list[Answer]:
     """What turns the tokens of each ask into text."""
     silent = (*wanted.stop_token_ids, *(() if wanted.ignore_eos else text.eos_ids))
     logprobs = wanted.logprobs is not None
+    shown = text.tool_markers if wanted.tools else frozenset()
     echoes = [
         _echo(prompt, ask.token_ids, text) if wanted.echo else None
         for prompt, ask in zip((p for p in wanted.prompts for _ in range(wanted.n)), asked, strict=True)
     ]
     return [
         Answer(
-            TextStream(text.vocabulary, wanted.stops, silent, wanted.min_tokens),
+            TextStream(text.vocabulary, wanted.stops, silent, wanted.min_tokens, shown),
             logprobs,
             echo,
             only_echo=wanted.max_tokens == 0,

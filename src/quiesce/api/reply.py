@@ -13,8 +13,8 @@ from quiesce.api.backend import Ask
 from quiesce.api.detokenize import Vocabulary
 from quiesce.api.errors import ApiError
 from quiesce.api.logprobs import prompt_logprobs
-from quiesce.api.shapes import Choice, Shape, Usage
-from quiesce.api.stream import Events
+from quiesce.api.shapes import Choice, Events, Shape, Usage
+from quiesce.api.stream import error_event
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -49,7 +49,7 @@ class Sender:
     async def error(self, error: ApiError) -> None:
         if self.started:
             self.status = error.status
-            await self.body(Events.error(error), more=False)
+            await self.body(error_event(error), more=False)
             return
         retry = [] if error.retry_after is None else [(b"retry-after", str(error.retry_after).encode())]
         await self.whole(error.status, error.body(), retry)
@@ -103,21 +103,20 @@ class WholeReply:
 
 
 class StreamedReply:
-    def __init__(self, sender: Sender, shape: Shape, answers: int, include_usage: bool) -> None:
+    def __init__(self, sender: Sender, events: Events, answers: list[Answer]) -> None:
         self._sender = sender
-        self._events = Events(shape, include_usage)
-        self._frames = [self._events.first(answers)]
+        self._events = events
+        self._answers = answers
+        self._frames = [events.first(len(answers))]
 
     def add(self, index: int, step: Step) -> None:
-        self._frames.append(self._events.text(index, step.text, step.entries))
-        if step.verdict is not None:
-            self._frames.append(self._events.finish(index, step.verdict.finish_reason))
+        self._frames.append(self._events.step(index, step))
 
     async def push(self) -> None:
         await self._flush(more=True)
 
     async def end(self, usage: Usage) -> None:
-        self._frames.append(self._events.last(usage))
+        self._frames.append(self._events.last(self._answers, usage))
         await self._flush(more=False)
 
     async def _flush(self, more: bool) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from quiesce.api.structure import ResponseFormat, StructuredOutputs
+from quiesce.api.tools import Choice, Tool, ToolChoice
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
@@ -51,7 +52,6 @@ IGNORED = (
     "metadata",
     "store",
     "service_tier",
-    "parallel_tool_calls",
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
@@ -63,8 +63,6 @@ IGNORED = (
 # Known fields that are not served yet: these values ask for nothing and are fine, others are refused.
 ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -76,8 +74,6 @@ ASKS_NOTHING_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": (),
     "annotations": ([],),
-    "tool_calls": ([],),
-    "tool_call_id": (),
 }
 
 
@@ -136,6 +132,18 @@ class Part(msgspec.Struct, forbid_unknown_fields=True):
     refusal: Any = None
 
 
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    arguments: str = "{}"  # JSON text
+
+
+class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: int | None = None  # as streams have it; clients send back what they were given
+
+
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Part] | None = None
@@ -145,8 +153,8 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     audio: Any = None
     annotations: Any = None
     function_call: Any = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
 
 
 class ChatBody(Common, kw_only=True):
@@ -155,14 +163,14 @@ class ChatBody(Common, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
-    parallel_tool_calls: Any = None
+    parallel_tool_calls: bool | None = None  # false: one call where a call is forced
     prompt_cache_retention: Any = None
     prediction: Any = None
     reasoning_effort: Any = None
     verbosity: Any = None
 
-    tools: Any = None
-    tool_choice: Any = None
+    tools: list[Tool] | None = None
+    tool_choice: Choice | ToolChoice | None = None
     functions: Any = None
     function_call: Any = None
     modalities: Any = None

@@ -19,6 +19,7 @@ from quiesce.api.openapi import document
 from quiesce.api.pages import Model, Models, Readiness
 from quiesce.api.parse import parse_chat, parse_completion
 from quiesce.api.shapes import ChatShape, CompletionShape
+from quiesce.api.stream import text_events
 from quiesce.api.texts import Texts
 from quiesce.core.messages import Inspected
 
@@ -29,8 +30,8 @@ JSON = "application/json"
 def make_app(front: Front) -> Starlette:
     """The ASGI application. `front.backend` must live in the same event loop."""
     pages, texts = Pages(front), Texts(front)
-    chat = Generate(front, "/v1/chat/completions", parse_chat, ChatShape)
-    completion = Generate(front, "/v1/completions", parse_completion, CompletionShape)
+    chat = Generate(front, "/v1/chat/completions", parse_chat, ChatShape, text_events)
+    completion = Generate(front, "/v1/completions", parse_completion, CompletionShape, text_events)
     routes = [
         Route(chat.route, chat, methods=["POST"]),
         Route(completion.route, completion, methods=["POST"]),

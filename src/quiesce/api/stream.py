@@ -1,14 +1,18 @@
-"""Answers as server-sent events. Everything but the text is serialised once."""
+"""Answers as server-sent events, as chat and completions have them. Everything but the text is serialised once."""
 
 from __future__ import annotations
 
-from quiesce.api.answer import Entry
+from typing import Any
+
+from quiesce.api.answer import Answer, Entry, Step
 from quiesce.api.errors import ApiError
+from quiesce.api.parse import Wanted
 from quiesce.api.shapes import ChatShape, Reason, Shape, Usage, encode
+from quiesce.api.toolcalls import Arguments, Call, Piece, Reader, Text
 
 
-class Events:
-    """The frames of one stream; `index` says which of its answers a frame is about."""
+class TextEvents:
+    """`index` says which of the stream's answers a frame is about."""
 
     def __init__(self, shape: Shape, include_usage: bool) -> None:
         self._shape = shape
@@ -29,25 +33,67 @@ class Events:
         role = b',"delta":{"role":"assistant","content":""},"logprobs":null'
         return b"".join(self._open + b'{"index":%d' % index + role + self._end for index in range(answers))
 
+    def step(self, index: int, step: Step) -> bytes:
+        said = self.text(index, step.text, step.entries)
+        return said if step.verdict is None else said + self.finish(index, step.verdict.finish_reason)
+
     def text(self, index: int, text: str, entries: list[Entry]) -> bytes:
         """Empty when there is nothing to say. A token whose text is not certain yet has its log-probability now."""
         if not text and not entries:
             return b""
-        logprobs = encode(self._shape.logprobs(entries)) if entries else b"null"
         start = self._open + b'{"index":%d' % index + self._delta
-        return start + encode(text) + self._logprobs + logprobs + self._end
+        return start + encode(text) + self._logprobs + self._encoded(entries) + self._end
+
+    def _encoded(self, entries: list[Entry]) -> bytes:
+        return encode(self._shape.logprobs(entries)) if entries else b"null"
 
     def finish(self, index: int, reason: Reason | None) -> bytes:
         payload = b',"delta":{}' if self._chat else b',"text":""'
         end = b',"logprobs":null,"finish_reason":' + encode(reason) + b"}"
         return self._open + b'{"index":%d' % index + payload + end + self._close
 
-    def last(self, usage: Usage) -> bytes:
+    def last(self, answers: list[Answer], usage: Usage) -> bytes:
         """The usage when it was asked for, and the normal terminator."""
         total = self._open + b'],"usage":' + encode(usage) + b"}\n\n" if self._include_usage else b""
         return total + b"data: [DONE]\n\n"
 
-    @staticmethod
-    def error(error: ApiError) -> bytes:
-        """The end of a stream that failed: no terminator follows, so nobody takes it for a whole answer."""
-        return b"data: " + error.body() + b"\n\n"
+
+class ToolEvents(TextEvents):
+    """A chat that may call tools: calls are deltas of their own. Log-probabilities ride on a frame of text."""
+
+    def __init__(self, shape: Shape, include_usage: bool) -> None:
+        super().__init__(shape, include_usage)
+        self._readers: dict[int, Reader] = {}
+
+    def step(self, index: int, step: Step) -> bytes:
+        reader = self._readers.setdefault(index, self._shape.reader())
+        pieces = reader.push(step.text)
+        if step.verdict is not None:
+            pieces += reader.finish()
+        text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+        calls = b"".join(self._call(index, piece) for piece in pieces if not isinstance(piece, Text))
+        said = self.text(index, text, step.entries) + calls
+        if step.verdict is None:
+            return said
+        reason: Reason | None = step.verdict.finish_reason
+        return said + self.finish(index, "tool_calls" if reader.calls and reason == "stop" else reason)
+
+    def _call(self, index: int, piece: Piece) -> bytes:
+        delta: dict[str, Any] = {}
+        match piece:
+            case Call(number, id, name):
+                delta = {"index": number, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}
+            case Arguments(number, text):
+                delta = {"index": number, "function": {"arguments": text}}
+        payload = b',"delta":{"tool_calls":[' + encode(delta) + b']},"logprobs":null'
+        return self._open + b'{"index":%d' % index + payload + self._end
+
+
+def error_event(error: ApiError) -> bytes:
+    """The end of a stream that failed: no terminator follows, so nobody takes it for a whole answer."""
+    return b"data: " + error.body() + b"\n\n"
+
+
+def text_events(shape: Shape, wanted: Wanted) -> TextEvents:
+    kind = TextEvents if wanted.tools is None else ToolEvents
+    return kind(shape, wanted.include_usage)

@@ -12,7 +12,8 @@ from starlette.responses import Response
 from quiesce.api.body import ClientGone, read_body
 from quiesce.api.errors import invalid
 from quiesce.api.generate import Front, check_model
-from quiesce.api.parse import check_messages, decode
+from quiesce.api.messages import check_messages
+from quiesce.api.parse import decode
 from quiesce.api.schemas import MAX_TEXT, MAX_TOKENS, DetokenizeBody, TokenizeBody
 
 _tokenize = msgspec.json.Decoder(TokenizeBody)

@@ -12,6 +12,7 @@ Dtype = Literal["bfloat16", "float32"]
 Expiry = Literal["hold", "release"]
 LogFormat = Literal["text", "json"]
 Reserve = Literal["early", "late"]
+ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral"]
 
 
 def new_epoch() -> int:
@@ -96,6 +97,7 @@ class RouterSettings:
     port: int = 8000  # 0: any free one
     max_inflight: int = 1024  # requests; the next one is answered 503
     max_body: int = 8 << 20  # bytes of one HTTP request
+    tool_call_parser: ToolCallParser = "auto"  # how the model writes tool calls
     request_timeout: float = 600.0
     hold_timeout: float = 30.0  # a worker silent for so long loses its requests; the same as the workers'
     drain_timeout: float = 10.0

@@ -101,7 +101,7 @@ def run(settings: RouterSettings) -> int:
     """Runs the router until SIGTERM or SIGINT; returns the exit status of the process."""
     configure_logging(settings.log_level, settings.log_format, "router")
     try:
-        text = TextModel(settings.model)
+        text = TextModel(settings.model, settings.tool_call_parser)
         uvloop.run(_run(settings, text))
     except (OSError, ValueError, zmq.ZMQError) as error:
         log.error("the router cannot start: %s", error)
