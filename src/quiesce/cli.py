@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.config import Env, Toml
@@ -226,6 +226,36 @@ def verify(
 
 
 @app.command(sort_key=5)
+def race(
+    scene: Annotated[Literal["one-pair", "two-donors"], Parameter(help="Which race.")],
+    model: Model = DEFAULT_MODEL,
+    /,
+    *,
+    transfer: Annotated[str, Parameter(help="The transfer engine.")] = "shm",
+    unsafe_runs: Annotated[int, Parameter(help="Runs with pages freed at once: each must show the fault.")] = 1,
+    safe_runs: Annotated[int, Parameter(help="Runs with the ledger: none may.")] = 1,
+    out: Annotated[Path, Parameter(help="Folder for the picture.")] = Path("race"),
+    open: Annotated[bool, Parameter(negative="", help="Open the picture in the browser.")] = False,
+    json: Annotated[bool, Parameter(negative="", help="The result as JSON, last.")] = False,
+) -> int:
+    """Reproduce the race on real engines: one request's late write in another one's pages, and how it cannot be.
+
+    Each run cuts a request while its pages are being written and gives, or refuses, them to the next. It writes a
+    picture of the page timeline. Exit code 1 when the unsafe twin did not show the fault, or the product did.
+
+    Examples
+    --------
+    quiesce race two-donors --open
+
+    quiesce race one-pair --unsafe-runs 20 --safe-runs 200
+    """
+    from quiesce.lab.race.play import race as play  # noqa: PLC0415
+
+    path = _resolve(model)
+    return play(scene, path, transfer, unsafe=unsafe_runs, safe=safe_runs, out=out, open_picture=open, as_json=json)
+
+
+@app.command(sort_key=6)
 def version() -> int:
     """Print the version."""
     print(metadata.version("quiesce"))

@@ -190,10 +190,11 @@ class Cluster:
         deadline: float = 60.0,
         group: str = "",
         prefill: Address | None = None,
+        room: int | None = None,
     ) -> LabRequest:
         """`workers`: (prefill, decode) or (colocated,). Both legs start at once. With an address of your own as
-        `prefill`, (decode,) alone."""
-        rid, room = secrets.token_hex(8), secrets.randbits(63)
+        `prefill`, (decode,) alone. `room`: by default a fresh one."""
+        rid, room = secrets.token_hex(8), secrets.randbits(63) if room is None else room
         request = LabRequest(rid, tuple(prompt), tuple(workers), time.monotonic())
         self.requests[rid] = request
         named = self.workers[workers[0]].address if len(workers) == 2 else None

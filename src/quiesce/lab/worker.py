@@ -11,6 +11,7 @@ import msgspec
 
 from quiesce.lab.faulty import Decide, Fate, FaultyTransport, seeded
 from quiesce.lab.lossy import Lossy, Mischief
+from quiesce.lab.race.journal import GatedTransport, Journal, follow
 from quiesce.lab.unsafe import free_at_once
 from quiesce.ops.logs import configure_logging
 from quiesce.roles.assembly import make_engine, make_transport
@@ -33,6 +34,8 @@ class Faults(msgspec.Struct, frozen=True):
     retract_every: int = 0  # steps; 0: only when the pool is short
     stuck_write: int = 0  # this write, counted from 1, stays in progress for ever; 0: none
     mischief: tuple[Mischief, ...] = ()  # what this worker's messages meet
+    gate: str = ""  # prefill: while this file exists its writes are held back
+    journal: str = ""  # a file that tells what happened to each page
 
 
 class Spec(msgspec.Struct, frozen=True):
@@ -57,7 +60,12 @@ def transport_for(settings: WorkerSettings, faults: Faults) -> Transport:
         fail=faults.fail,
         ms_per_page=faults.ms_per_page,
     )
-    return FaultyTransport(transport, stuck(decide, faults.stuck_write) if faults.stuck_write else decide)
+    if faults.stuck_write:
+        decide = stuck(decide, faults.stuck_write)
+    if faults.gate or faults.journal:
+        journal = Journal(Path(faults.journal)) if faults.journal else None
+        return GatedTransport(transport, decide, Path(faults.gate) if faults.gate else None, journal)
+    return FaultyTransport(transport, decide)
 
 
 def stuck(decide: Decide, number: int) -> Decide:
@@ -87,6 +95,8 @@ def main(path: str) -> int:
     if spec.faults.release == "at once":
         free_at_once(worker.ledger)
     retract_every(worker, spec.faults.retract_every)
+    if spec.faults.journal:
+        follow(worker.ledger, Journal(Path(spec.faults.journal)))
     return worker.run()
 
 

@@ -1,0 +1,129 @@
+"""What happened to each page and when: lines of JSON that the lab's workers append and the picture is drawn from.
+
+All processes of one machine share the monotonic clock, so the lines of several files fit on one time line.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quiesce.core.ledger import Lease, Ledger
+from quiesce.core.messages import Grant, TransferId
+from quiesce.core.posting import Outcome
+from quiesce.core.proofs import Borrowing, Proof, Waiver
+from quiesce.lab.faulty import Decide, Fate, FaultyTransport
+from quiesce.transfer.interface import Peer, Post, Transport
+
+GATE_POLL = 0.002  # seconds between two looks at a closed gate
+
+
+class Journal:
+    """Appends to one file; each line is flushed, so that a killed process leaves all it said."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="ascii", buffering=1)
+
+    def note(self, event: str, tid: TransferId | None, pages: Iterable[int], **more: Any) -> None:
+        line = {"at": time.monotonic(), "event": event, "tid": str(tid or ""), "pages": list(pages), **more}
+        self._file.write(json.dumps(line) + "\n")
+
+
+@dataclass(frozen=True)
+class Note:
+    """One line: `event` is owned, grown, lent, closed, ended, retained, returned (decode's ledger) or posted,
+    released, landed, refused (a donor's writes, which know pages and no transfer); `pages` are decode's."""
+
+    at: float
+    event: str
+    tid: str
+    pages: tuple[int, ...]
+    detail: str = ""
+
+
+def read(*paths: Path, since: float = 0.0) -> list[Note]:
+    """All notes in order of time; a line that was cut short by a kill is left out."""
+    notes = []
+    for path in paths:
+        if not path.exists():
+            continue
+        for line in path.read_text("ascii").splitlines():
+            try:
+                plain = json.loads(line)
+            except ValueError:
+                continue
+            if plain["at"] >= since:
+                notes.append(
+                    Note(plain["at"], plain["event"], plain["tid"], tuple(plain["pages"]), plain.get("detail", ""))
+                )
+    return sorted(notes, key=lambda note: note.at)
+
+
+def follow(ledger: Ledger, journal: Journal) -> None:
+    """Every change of the ledger goes into the journal too; the leases of our own steps are left out."""
+    inner = ledger.observe
+
+    def observe(
+        event: str,
+        tid: TransferId,
+        pages: Iterable[int],
+        lease: Lease | None = None,
+        closed_by: Proof | Waiver | None = None,
+    ) -> None:
+        pages = tuple(pages)
+        if inner is not None:
+            inner(event, tid, pages, lease, closed_by)
+        if lease is not None and lease.key.kind is Borrowing.COMPUTE:
+            return
+        detail = "" if closed_by is None else getattr(getattr(closed_by, "kind", None), "value", "waiver")
+        journal.note(event, tid, pages, detail=detail)
+
+    ledger.observe = observe
+
+
+class GatedTransport(FaultyTransport):
+    """Holds every write back while the file `gate` exists; writes down when each was posted, let go and landed."""
+
+    def __init__(self, inner: Transport, decide: Decide, gate: Path | None, journal: Journal | None) -> None:
+        self._gate = gate
+        self._journal = journal
+        self._lines: dict[int, tuple[int, ...]] = {}
+        super().__init__(inner, lambda pages: Fate(hold=True) if self._shut() else decide(pages))
+
+    def _shut(self) -> bool:
+        return self._gate is not None and self._gate.exists()
+
+    def _note(self, event: str, post: Post, detail: str = "") -> None:
+        if self._journal is not None and post.id in self._lines:
+            self._journal.note(event, None, self._lines[post.id], detail=detail)
+
+    def write(self, peer: Peer, src_pages: Sequence[int], dst_pages: Sequence[int], grant: Grant) -> Post:
+        self._lines[self._last + 1] = tuple(dst_pages)
+        if self._journal is not None:
+            self._journal.note("posted", None, dst_pages)
+        return super().write(peer, src_pages, dst_pages, grant)
+
+    def _advance(self) -> None:
+        if self._writes and not self._closed and not self._shut():
+            for write in self._writes.values():
+                if write.held:
+                    self._note("released", write.post)
+                    write.held = False
+                    self._schedule(write)
+        super()._advance()
+
+    def _settle(self) -> None:
+        super()._settle()
+        if any(write.held for write in self._writes.values()):
+            self._watch.alarm(time.monotonic() + GATE_POLL)
+
+    def poll(self) -> list[tuple[Post, Outcome]]:
+        ended = super().poll()
+        for post, outcome in ended:
+            self._note("landed" if outcome is Outcome.PLACED else "refused", post, outcome.value)
+            self._lines.pop(post.id, None)
+        return ended

@@ -1,0 +1,121 @@
+"""Plays a scene: its unsafe twin first, then the product, each on a warm cluster of its own; then the report."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+import webbrowser
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.markup import escape
+
+from quiesce.lab.race.picture import write_picture
+from quiesce.lab.race.scenes import SCENES
+from quiesce.lab.race.stage import Layout, Run, Stage
+from quiesce.lab.worker import Faults
+
+console = Console(highlight=False)
+
+
+class Scene(Protocol):
+    name: str
+    layout: Layout
+    victim: str
+    tokens: int
+
+    def run(self, stage: Stage, baseline: list[int], safe: bool) -> Run: ...
+
+
+@dataclass
+class Play:
+    """All runs of one scene on one engine."""
+
+    scene: str
+    transfer: str
+    unsafe: list[Run] = field(default_factory=list)
+    safe: list[Run] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def as_it_should(self) -> bool:
+        """Unsafe shows the fault every time, safe never: the first shows that the second says something."""
+        return all(run.shown for run in self.unsafe) and all(run.clean for run in self.safe)
+
+
+def play(model: Path, scene: Scene, transfer: str, unsafe: int, safe: int, told: Callable[[Run], None]) -> Play:
+    began = time.monotonic()
+    done = Play(scene.name, transfer)
+    for is_safe, count, runs in ((False, unsafe, done.unsafe), (True, safe, done.safe)):
+        for run in _runs(model, scene, transfer, is_safe, count):
+            runs.append(run)
+            told(run)
+    done.seconds = time.monotonic() - began
+    return done
+
+
+def _runs(model: Path, scene: Scene, transfer: str, safe: bool, count: int) -> Iterator[Run]:
+    if not count:
+        return
+    rule = Faults() if safe else Faults(release="at once")
+    with tempfile.TemporaryDirectory(prefix="qs-") as folder:
+        log = Path(tempfile.gettempdir()) / f"{Path(folder).name}.log"
+        with Stage(model, Path(folder), scene.layout, transfer=transfer, decode=rule, log=log) as stage:
+            baseline = stage.baseline(stage.chat(scene.victim), scene.tokens)
+            for _ in range(count):
+                yield scene.run(stage, baseline, safe)
+        log.unlink(missing_ok=True)
+
+
+# ------------------------------------------------------------ the command
+
+
+def race(
+    scene: str, model: Path, transfer: str, *, unsafe: int, safe: int, out: Path, open_picture: bool, as_json: bool
+) -> int:
+    """Returns the exit code: 1 when unsafe did not show the fault each time, or safe did once."""
+    played = SCENES[scene]
+    console.print(
+        f"[bold]{scene}[/bold] on {transfer}: {unsafe} runs with pages freed at once, {safe} with the ledger"
+    )
+
+    def told(run: Run) -> None:
+        mark = "[green]safe  [/green]" if run.safe else "[red]unsafe[/red]"
+        console.print(f"  {mark} {run.ended - run.began:5.1f} s  {escape(run.said)}", soft_wrap=True)
+
+    done = play(model, played, transfer, unsafe, safe, told)
+    picture = write_picture(done.unsafe[:1] + done.safe[:1], out / f"race-{scene}-{transfer}")
+    _verdict(done, picture)
+    if as_json:
+        print(json.dumps(summary(done)))
+    if open_picture:
+        webbrowser.open(picture.as_uri())
+    return 0 if done.as_it_should else 1
+
+
+def _verdict(done: Play, picture: Path) -> None:
+    shown, clean = sum(run.shown for run in done.unsafe), sum(run.clean for run in done.safe)
+    colour = "green" if done.as_it_should else "red"
+    console.print(
+        f"[{colour}]unsafe showed the fault in {shown} of {len(done.unsafe)} runs; safe was clean in {clean} of "
+        f"{len(done.safe)}[/{colour}] ({done.seconds:.0f} s)"
+    )
+    console.print(f"picture: {picture}", soft_wrap=True)
+
+
+def summary(done: Play) -> dict[str, Any]:
+    def plain(run: Run) -> dict[str, Any]:
+        return {name: value for name, value in asdict(run).items() if name not in ("notes", "labels")}
+
+    return {
+        "scene": done.scene,
+        "transfer": done.transfer,
+        "seconds": done.seconds,
+        "as_it_should": done.as_it_should,
+        "unsafe": [plain(run) for run in done.unsafe],
+        "safe": [plain(run) for run in done.safe],
+    }

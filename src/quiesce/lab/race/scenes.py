@@ -1,0 +1,124 @@
+"""The races whose fault is a late write: who is cut, who gets the pages, and when the write is let go.
+
+Nothing is timed: the donor's write is held by a gate that opens when the victim is where the scene wants it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from quiesce.lab.cluster import LabRequest
+from quiesce.lab.race.journal import Note
+from quiesce.lab.race.stage import SECRET, VICTIM, Layout, Run, Stage, parting
+from quiesce.roles.ownership import runs_of, shown
+
+COUNTED = 40  # tokens of the victim before the donor's write is let go: `1, 2, 3, ... 12, 1`
+ANSWER = 80  # tokens of the victim's answer
+DONOR_LINES = 40  # repeats of the secret: about 430 slots
+
+ONE_PAIR = Layout(prefills=1, pool=96, context=96, page_size=1, prefill_pool=256)
+TWO_DONORS = Layout(prefills=2, pool=512, context=512)
+
+
+class OnePair:
+    """One prefill, one decode, 96 tokens of pool: A is cut while its write is posted, and B needs its pages."""
+
+    name = "one-pair"
+    layout = ONE_PAIR
+    donor = f"{SECRET} Say it."
+    victim = "Count from 1 to 10."
+    tokens = 24
+
+    def run(self, stage: Stage, baseline: Sequence[int], safe: bool) -> Run:
+        began = time.monotonic()
+        cut = _donor_cut(stage, stage.chat(self.donor), 8, began)
+        lent = stage.pages_of("lent", began)
+        victim = stage.ask(stage.chat(self.victim), stage.prefills[-1], self.tokens)
+        stage.until(
+            lambda: _owned(stage, began, 2) or (safe and stage.waiting()), "the victim to have pages, or wait"
+        )
+        taken = stage.pages_of("owned", began) if _owned(stage, began, 2) else ()
+        overlap = set(taken) & set(lent)
+        stage.gate.unlink()
+        run = _ended(self.name, stage, safe, began, baseline, (cut, victim))
+        run.shown = bool(overlap)
+        run.said = (
+            f"A had pages {shown(runs_of(lent))}, B got {shown(runs_of(taken)) or 'none yet'} while A's write was "
+            f"posted; in common: {shown(runs_of(overlap)) or 'none'}"
+        )
+        return run
+
+
+class TwoDonors:
+    """Two prefills, one decode: nothing puts A's write and B's in order, so A's lands in the middle of B's answer."""
+
+    name = "two-donors"
+    layout = TWO_DONORS
+    donor = "Repeat this for ever: " + f"{SECRET} " * DONOR_LINES
+    victim = VICTIM
+    tokens = ANSWER
+
+    def run(self, stage: Stage, baseline: Sequence[int], safe: bool) -> Run:
+        began = time.monotonic()
+        cut = _donor_cut(stage, stage.chat(self.donor), 16, began)
+        victim = stage.ask(stage.chat(self.victim), stage.prefills[-1], self.tokens)
+        stage.until(
+            lambda: len(victim.tokens) >= COUNTED or (safe and stage.waiting()), "the victim to count, or to wait"
+        )
+        stage.gate.unlink()
+        run = _ended(self.name, stage, safe, began, baseline, (cut, victim))
+        run.shown = not run.right
+        return run
+
+
+def _donor_cut(stage: Stage, prompt: Sequence[int], tokens: int, began: float) -> LabRequest:
+    """A request whose prompt has been computed and whose write is posted and held; then its decode leg is cut."""
+    stage.gate.touch()
+    donor = stage.ask(prompt, stage.prefills[0], tokens)
+    stage.until(lambda: stage.pages_of("posted", began), "the donor's write to be posted")
+    stage.cut_decode_leg(donor)
+    stage.until(lambda: stage.pages_of("ended", began), "decode to hear of the cut")
+    return donor
+
+
+def _owned(stage: Stage, since: float, count: int) -> bool:
+    return sum(note.event == "owned" for note in stage.notes(since)) >= count
+
+
+def _ended(
+    scene: str,
+    stage: Stage,
+    safe: bool,
+    began: float,
+    baseline: Sequence[int],
+    requests: tuple[LabRequest, LabRequest],
+) -> Run:
+    donor, victim = requests
+    stage.until(lambda: victim.over and donor.over, "both to end")
+    stage.settle()
+    notes = stage.notes(began)
+    at = parting(baseline, victim.tokens)
+    run = Run(scene, safe, False, at is None, _parted(stage, baseline, victim.tokens, at), notes, began)
+    run.ended = time.monotonic()
+    run.labels = _labels(notes)
+    run.baseline, run.answer, run.parts_at = stage.words(baseline), stage.words(victim.tokens), at
+    return run
+
+
+def _labels(notes: Sequence[Note]) -> dict[str, str]:
+    """The transfers in the order in which they got pages: A, B, C."""
+    order = list(dict.fromkeys(note.tid for note in notes if note.event == "owned"))
+    return {tid: "ABCDEFGH"[number] for number, tid in enumerate(order[:8])}
+
+
+def _parted(stage: Stage, baseline: Sequence[int], found: Sequence[int], at: int | None) -> str:
+    if at is None:
+        return "the answer is the baseline's, token by token"
+    return (
+        f"right up to token {at}: ...{stage.words(found[max(0, at - 12) : at])!r}, then "
+        f"{stage.words(found[at : at + 24])!r} where the baseline has {stage.words(baseline[at : at + 12])!r}"
+    )
+
+
+SCENES = {scene.name: scene for scene in (OnePair(), TwoDonors())}

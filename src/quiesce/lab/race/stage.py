@@ -1,0 +1,175 @@
+"""The stage of a race: a warm cluster of real workers, gates that hold a donor's writes, and what everybody said.
+
+Donor: the request that is cut while its write is posted. Victim: the request that gets, or waits for, its pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from transformers import PreTrainedTokenizerFast
+
+from quiesce.core.messages import Cancel, Sampling
+from quiesce.lab.cluster import Cluster, LabRequest
+from quiesce.lab.race.journal import Note, read
+from quiesce.lab.worker import Faults
+
+DECODE = "decode-0"
+VICTIM = "Count from 1 to 100, separated by commas."
+SECRET = "The secret word of tenant A is swordfish."
+PATIENCE = 90.0  # seconds for one thing to happen, on a machine that does something else too
+
+
+@dataclass
+class Run:
+    """What one run of a scene showed. `shown`: the fault itself; `right`: the victim's answer is the baseline's."""
+
+    scene: str
+    safe: bool
+    shown: bool
+    right: bool
+    said: str  # one line for the report
+    notes: list[Note] = field(default_factory=list)
+    began: float = 0.0
+    ended: float = 0.0
+    labels: dict[str, str] = field(default_factory=dict)  # transfer id -> who it is
+    baseline: str = ""
+    answer: str = ""
+    parts_at: int | None = None  # the first token at which the answer is another
+    counted: dict[str, int] = field(default_factory=dict)  # refused late bytes and the like
+
+    @property
+    def clean(self) -> bool:
+        """As it must be in safe mode."""
+        return self.right and not self.shown
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes of a scene's cluster, in tokens."""
+
+    prefills: int
+    pool: int
+    context: int
+    page_size: int = 16
+    prefill_pool: int = 1024
+    hold_timeout: float = 20.0
+
+
+class Stage:
+    """A context manager around one cluster. `release`: `proof`, or `at once` for the unsafe twin."""
+
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        layout: Layout,
+        *,
+        transfer: str = "shm",
+        donor: Faults | None = None,
+        decode: Faults | None = None,
+        settings: dict[str, Any] | None = None,
+        log: Path | None = None,
+    ) -> None:
+        self.layout = layout
+        self.folder = folder
+        self._tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(model, local_files_only=True)
+        self.gate = folder / "gate"
+        self.donors = folder / "prefill-0.jsonl"
+        self.ledger = folder / "decode-0.jsonl"
+        self.cluster = Cluster(
+            model,
+            folder,
+            log,
+            context_length=layout.context,
+            page_size=layout.page_size,
+            chunked_prefill_size=512,
+            max_running=8,
+            hold_timeout=layout.hold_timeout,
+            dtype="bfloat16",
+            transfer=transfer,
+            **(settings or {}),
+        )
+        self._donor = donor or Faults()
+        self._decode = decode or Faults()
+
+    @property
+    def prefills(self) -> list[str]:
+        return [f"prefill-{number}" for number in range(self.layout.prefills)]
+
+    def __enter__(self) -> Stage:
+        for number, name in enumerate(self.prefills):
+            faults = self.donor_faults() if number == 0 else Faults()
+            self.cluster.spawn("prefill", name, faults, max_total_tokens=self.layout.prefill_pool)
+        decode = msgspec.structs.replace(self._decode, journal=str(self.ledger))
+        self.cluster.spawn("decode", DECODE, decode, max_total_tokens=self.layout.pool)
+        self.cluster.wait_for(*self.prefills, DECODE, seconds=PATIENCE)
+        return self
+
+    def donor_faults(self) -> Faults:
+        return msgspec.structs.replace(self._donor, gate=str(self.gate), journal=str(self.donors))
+
+    def __exit__(self, *_: object) -> None:
+        self.cluster.close()
+
+    # ------------------------------------------------------------ asking
+
+    def chat(self, message: str) -> list[int]:
+        text = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
+        )
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def words(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids)))
+
+    def ask(self, prompt: Sequence[int], prefill: str, tokens: int, room: int | None = None) -> LabRequest:
+        sampling = Sampling(max_tokens=tokens, ignore_eos=True, temperature=0.0)
+        return self.cluster.start(prompt, sampling, (prefill, DECODE), deadline=300.0, room=room)
+
+    def baseline(self, prompt: Sequence[int], tokens: int) -> list[int]:
+        """The answer on this cluster while nobody else is there."""
+        request = self.ask(prompt, self.prefills[-1], tokens)
+        self.until(lambda: request.over, "the baseline")
+        if request.outcome != "length":
+            raise RuntimeError(f"the baseline was not answered: {request.ends}")
+        return list(request.tokens)
+
+    def cut_decode_leg(self, request: LabRequest) -> None:
+        """The one-sided abort: prefill hears of it from decode alone, if at all."""
+        request.cancelled = True
+        self.cluster._send(DECODE, Cancel(request.rid, "client gone"))
+
+    # ------------------------------------------------------------ watching
+
+    def until(self, condition: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
+        self.cluster.until(lambda: bool(condition()), seconds, what)
+
+    def notes(self, since: float) -> list[Note]:
+        return read(self.ledger, self.donors, since=since)
+
+    def pages_of(self, event: str, since: float) -> tuple[int, ...]:
+        """Decode's pages in the latest such note."""
+        return next((note.pages for note in reversed(self.notes(since)) if note.event == event), ())
+
+    def waiting(self) -> bool:
+        return bool(self.cluster.inspect(DECODE)["waiting"])
+
+    def idle(self) -> bool:
+        return not self.cluster.inspect(DECODE)["not_idle"]
+
+    def settle(self) -> None:
+        """Every page back before the next run."""
+        self.until(self.idle, "decode to have all its pages back")
+
+
+def parting(expected: Sequence[int], found: Sequence[int]) -> int | None:
+    """The first position at which two answers differ; None when one is as far as the other and equal."""
+    for position, (left, right) in enumerate(zip(expected, found, strict=False)):
+        if left != right:
+            return position
+    return None if len(expected) == len(found) else min(len(expected), len(found))
