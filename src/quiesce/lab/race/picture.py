@@ -16,9 +16,10 @@ from quiesce.roles.ownership import runs_of
 
 WIDTH, LEFT, RIGHT = 1000, 70, 24  # px
 ROWS = 260  # px of all pages of one panel
-HEAD, FOOT, GAP = 86, 96, 26  # px above and below a panel's rows, and between panels
+HEAD, FOOT, GAP = 118, 96, 26  # px above and below a panel's rows, and between panels
 LEGEND = 84
-SHOWN = 150  # characters of an answer
+LABEL_LINES = 4
+SHOWN = 104  # characters of an answer
 
 INK = {
     "light": {"ink": "#1c2330", "soft": "#667085", "paper": "#ffffff", "grid": "#e4e7ec", "bad": "#d92d20",
@@ -178,17 +179,16 @@ class _Panel:
             if write.landed is not None and self.who(write.tid) == "A":
                 text = "A's write is refused" if write.refused else "A's write lands"
                 told.append((write.landed, text, "bad" if write.late else ""))
-        shapes, right = [], [0.0, 0.0]  # where the last label of each of two lines ended
+        shapes, right = [], [0.0] * LABEL_LINES  # where the last label of each line ended
         for at, text, tone in sorted(told):
             x = self.x(at)
-            line = 0 if x > right[0] or right[0] <= right[1] else 1
-            start = max(x, right[line])
-            right[line] = start + 7.2 * len(text) + 14
-            y = self.top + HEAD - 24 + 15 * line
+            line = next((n for n, end in enumerate(right) if x > end), right.index(min(right)))
+            right[line] = x + 7.2 * len(text) + 14
+            y = self.top + 64 + 15 * line
             shapes.append(
                 f'<line class="moment" x1="{x:.1f}" x2="{x:.1f}" y1="{y + 3:.1f}" y2="{self.rows_top + ROWS:.1f}"/>'
             )
-            shapes.append(_text(start + 2, y, text, tone or "soft"))
+            shapes.append(_text(x + 3, y, text, tone or "soft"))
         return shapes
 
     def _words(self) -> list[str]:

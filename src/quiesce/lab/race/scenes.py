@@ -15,6 +15,7 @@ from quiesce.roles.ownership import runs_of, shown
 
 COUNTED = 40  # tokens of the victim before the donor's write is let go: `1, 2, 3, ... 12, 1`
 ANSWER = 80  # tokens of the victim's answer
+HELD = 0.3  # seconds for which safe mode keeps the write back once the victim waits, so that the picture shows it
 DONOR_LINES = 40  # repeats of the secret: about 430 slots
 
 ONE_PAIR = Layout(prefills=1, pool=96, context=96, page_size=1, prefill_pool=256)
@@ -40,7 +41,7 @@ class OnePair:
         )
         taken = stage.pages_of("owned", began) if _owned(stage, began, 2) else ()
         overlap = set(taken) & set(lent)
-        stage.gate.unlink()
+        _let_go(stage, safe)
         run = _ended(self.name, stage, safe, began, baseline, (cut, victim))
         run.shown = bool(overlap)
         run.said = (
@@ -66,7 +67,7 @@ class TwoDonors:
         stage.until(
             lambda: len(victim.tokens) >= COUNTED or (safe and stage.waiting()), "the victim to count, or to wait"
         )
-        stage.gate.unlink()
+        _let_go(stage, safe)
         run = _ended(self.name, stage, safe, began, baseline, (cut, victim))
         run.shown = not run.right
         return run
@@ -80,6 +81,12 @@ def _donor_cut(stage: Stage, prompt: Sequence[int], tokens: int, began: float) -
     stage.cut_decode_leg(donor)
     stage.until(lambda: stage.pages_of("ended", began), "decode to hear of the cut")
     return donor
+
+
+def _let_go(stage: Stage, safe: bool) -> None:
+    if safe:
+        stage.cluster.until_time(HELD)
+    stage.gate.unlink()
 
 
 def _owned(stage: Stage, since: float, count: int) -> bool:
