@@ -253,7 +253,7 @@ class Ledger:
         # Out of the table first: whatever goes wrong below cannot return it a second time (guard H9).
         del self._holdings[tid]
         self._pages_in["retained" if holding.retained else "held"] -= len(holding.pages)
-        for taken in holding.extents:
+        for taken in reversed(holding.extents):
             self._return_pages(taken)
         self._return_rows(holding.rows)
         self._say("returned", tid, holding.pages)
