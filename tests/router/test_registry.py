@@ -118,26 +118,26 @@ def test_a_loop_that_stands_still_with_work_is_not_chosen() -> None:
 def test_scenario_d43_both_members_of_a_pair_must_be_available() -> None:
     registry = Registry()
     p, d = up(registry, "prefill-0", "decode-0")
-    assert pairing.choose([p, d], 1) == pairing.Pair(d, p)
+    assert pairing.choose([p, d], pairing.Wish(1)) == pairing.Pair(d, p)
     (lost,) = registry.on_link(p, up=False)
     assert not lost.gone
     left = pairing.usable(registry.workers.values(), 0.0, registry.patience)
-    assert left == [d] and pairing.choose(left, 2) is None
+    assert left == [d] and pairing.choose(left, pairing.Wish(2)) is None
     assert pairing.missing(left) == ["no prefill worker is usable"]
     registry.on_link(p, up=True)
-    assert pairing.choose(pairing.usable([p, d], 0.0, registry.patience), 3) is not None
+    assert pairing.choose(pairing.usable([p, d], 0.0, registry.patience), pairing.Wish(3)) is not None
 
 
 def test_the_least_loaded_pair_is_chosen_and_ties_go_round() -> None:
     registry = Registry()
     workers = up(registry, "prefill-0", "prefill-1", "decode-0", "decode-1")
-    turns = [pairing.choose(workers, turn) for turn in range(1, 5)]
+    turns = [pairing.choose(workers, pairing.Wish(turn)) for turn in range(1, 5)]
     assert {pair.prefill.name for pair in turns[:2] if pair and pair.prefill} == {"prefill-0", "prefill-1"}
     assert {pair.decode.name for pair in turns[:2] if pair} == {"decode-0", "decode-1"}
     workers[0].legs.update("abc")
     workers[3].legs.update("ab")
     for turn in range(5, 9):
-        pair = pairing.choose(workers, turn)
+        pair = pairing.choose(workers, pairing.Wish(turn))
         assert pair == pairing.Pair(workers[2], workers[1])
 
 
@@ -145,7 +145,7 @@ def test_different_fingerprints_are_not_paired_and_the_field_is_named() -> None:
     registry = Registry()
     (p,) = up(registry, "prefill-0")
     (d,) = up(registry, "decode-0", fingerprint=msgspec.structs.replace(FINGERPRINT, page_size=32))
-    assert pairing.choose([p, d], 1) is None
+    assert pairing.choose([p, d], pairing.Wish(1)) is None
     healthy, detail = report(registry, 0.0, False, 0)
     assert not healthy
     assert detail["missing"] == ["prefill-0 and decode-0 are not paired: page_size: 16 != 32"]
@@ -172,4 +172,4 @@ def test_a_full_worker_is_healthy_and_not_chosen() -> None:
     p, d = up(registry, "prefill-0", "decode-0")
     d.legs.update(str(i) for i in range(8))
     assert report(registry, 0.0, False, 8)[0]
-    assert pairing.choose([p, d], 1) is None
+    assert pairing.choose([p, d], pairing.Wish(1)) is None

@@ -12,6 +12,8 @@ from quiesce.router.request import (
     CANCEL_TRIES,
     Arm,
     Begin,
+    Blame,
+    Credit,
     Emit,
     EmitPrompt,
     Event,
@@ -62,11 +64,11 @@ def cancelled(actions: list[Any]) -> set[str]:
 
 def test_a_good_request() -> None:
     machine = started()
-    assert machine.on(ended("prefill", "handed_over")) == [LegClosed("prefill")]
+    assert machine.on(ended("prefill", "handed_over")) == [Credit("prefill"), LegClosed("prefill")]
     assert machine.on(LegTokens("decode", (1, 2))) == [Emit((1, 2))]
     actions = machine.on(ended("decode", "length", tokens=2))
-    assert actions[0] == LegClosed("decode") and actions[-1] == Forget()
-    assert actions[1].verdict.finish_reason == "length" and not cancelled(actions)
+    assert actions[:2] == [Credit("decode"), LegClosed("decode")] and actions[-1] == Forget()
+    assert actions[2].verdict.finish_reason == "length" and not cancelled(actions)
 
 
 def test_r1_client_gone_cancels_both_legs_before_the_first_token() -> None:
@@ -120,7 +122,45 @@ def test_the_last_words_of_prefill_do_not_matter_once_decode_speaks() -> None:
         machine = started()
         machine.on(LegTokens("decode", (1,)))
         assert machine.on(last) == [LegClosed("prefill")]
-        assert machine.on(ended("decode", "stop", tokens=1))[1].verdict.finish_reason == "stop"
+        assert machine.on(ended("decode", "stop", tokens=1))[2].verdict.finish_reason == "stop"
+
+
+def judged(actions: list[Any]) -> list[Any]:
+    return [action for action in actions if isinstance(action, Blame | Credit)]
+
+
+def failed(side: str, status: int, fault: str = "", outcome: str = "failed") -> LegEnded:
+    return LegEnded(side, Ended("r", outcome, status, "it broke", 3, 0, 0, fault))
+
+
+def test_the_leg_that_is_at_fault_is_blamed_and_a_client_s_mistake_is_nobody_s() -> None:
+    for event, blamed in (
+        (failed("prefill", 500), [Blame("prefill")]),
+        (failed("decode", 502, "peer"), [Blame("prefill")]),  # decode says that its prefill worker is gone
+        (failed("decode", 502, "self"), [Blame("decode")]),
+        (failed("decode", 503, "", "refused"), [Blame("decode", sick=False)]),  # full, or draining
+        (failed("prefill", 502, "", "cancelled"), []),  # because decode gave it up, which says why itself
+        (failed("prefill", 400, "", "refused"), [Blame("prefill", sick=False)]),
+        (LegLost("decode", "died", dead=True), [Blame("decode")]),
+        (GaveUp(504, "late", "deadline_exceeded", late=True), [Blame("prefill")]),
+        (GaveUp(504, "late", "deadline_exceeded"), []),  # the client's own deadline
+        (GONE, []),
+    ):
+        assert judged(started().on(event)) == blamed, event
+
+
+def test_only_what_another_worker_need_not_meet_is_worth_another_attempt() -> None:
+    for event, again in (
+        (failed("prefill", 502), True),
+        (failed("decode", 503, "", "refused"), True),
+        (LegLost("prefill", "died", dead=True), True),
+        (failed("prefill", 500), False),  # the prompt may have broken the engine
+        (failed("prefill", 400, "", "refused"), False),
+        (failed("decode", 504), False),
+        (GONE, False),
+    ):
+        (finish,) = [action for action in started().on(event) if isinstance(action, Finish)]
+        assert finish.again is again, event
 
 
 def test_an_unanswered_cancel_is_repeated_and_given_up_in_the_end() -> None:
@@ -143,12 +183,12 @@ def test_the_verdict_waits_for_the_prompts_logprobs() -> None:
         machine.on(event)
     one = TokenLogprob(-1.0)
     assert machine.on(LegTokens("decode", (1,), (one,))) == [Emit((1,), (one,))]
-    assert machine.on(ended("decode", "length", tokens=1)) == [LegClosed("decode")]
+    assert machine.on(ended("decode", "length", tokens=1)) == [Credit("decode"), LegClosed("decode")]
     assert machine.on(LegPrompt("decode", 0, (None,))) == [] and machine.late == 1  # not the side that computes it
     assert machine.on(LegPrompt("prefill", 0, (None, one))) == [EmitPrompt((None, one))]
     emitted, finish, *_ = machine.on(LegPrompt("prefill", 2, (one,)))
     assert emitted == EmitPrompt((one,)) and finish.verdict.finish_reason == "length"
-    assert machine.on(ended("prefill", "handed_over")) == [LegClosed("prefill"), Forget()]
+    assert machine.on(ended("prefill", "handed_over")) == [Credit("prefill"), LegClosed("prefill"), Forget()]
 
 
 def test_a_prefill_that_is_gone_with_logprobs_of_the_prompt_fails_the_answer() -> None:

@@ -63,7 +63,7 @@ class Generation:
         """Pages kept for it: its prompt, and what answers like it have come to need."""
         wanted = leg.start.sampling.max_tokens
         expected = min(wanted, max(1, math.ceil(wanted * self.usage * self.conservativeness)))
-        return pages_for(len(leg.start.token_ids) + expected, self.page_size)
+        return pages_for(max(leg.prompt_tokens + expected, len(leg.start.token_ids) + 1), self.page_size)
 
     def fits(self, leg: WorkerLeg) -> bool:
         """Whoever was retracted goes first: while one waits, nobody new is let in."""
@@ -91,7 +91,7 @@ class Generation:
         sequence = Sequence(
             tid=tid,
             rid=leg.rid,
-            prompt_tokens=len(prompt),
+            prompt_tokens=leg.prompt_tokens,
             tokens=list(prompt) if tokens is None else tokens,
             sampling=leg.start.sampling,
             eos=self.eos,

@@ -12,6 +12,7 @@ from quiesce.engine.sampler import Sampled
 from quiesce.roles.compiling import Compiled
 
 OUTBOX_LIMIT = 65_536  # messages a router may be behind before it is given up
+PIECE = 1024  # log-probabilities in one message: far below what a message may hold
 LAST_WORDS_SECONDS = 600.0  # how long they are kept for a router that reads nothing and is not known to be dead
 
 
@@ -45,6 +46,11 @@ class WorkerLeg:
         if self.start.prefill is not None:
             return self.start.prefill.epoch
         return self.offered_by
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of the client's prompt; what another worker answered already comes after it in the leg's tokens."""
+        return len(self.start.token_ids) - self.start.resumed
 
     def pairing(self, model: str) -> bytes:
         return pairing_digest(self.start.token_ids, model, "", self.start.salt)
@@ -95,7 +101,9 @@ class Legs:
         if logprobs or computed == len(leg.start.token_ids) == 1:
             first = computed - len(logprobs) + (1 if computed < len(leg.start.token_ids) else 0)
             said: tuple[TokenLogprob | None, ...] = (None, *logprobs) if first == 1 else logprobs
-            self.tell(leg.router, PromptLogprobs(leg.rid, 0 if first == 1 else first, said))
+            first = 0 if first == 1 else first
+            for at in range(0, len(said), PIECE):
+                self.tell(leg.router, PromptLogprobs(leg.rid, first + at, said[at : at + PIECE]))
 
     def end(self, leg: WorkerLeg, ended: Ended) -> bool:
         """Says the last word, once. False: it has been said."""

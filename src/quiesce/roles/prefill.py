@@ -124,7 +124,7 @@ class PrefillWorker(Worker):
         job.sequence = Sequence(
             tid=job.leg.tid,
             rid=request.rid,
-            prompt_tokens=tokens,
+            prompt_tokens=request.prompt_tokens,
             tokens=list(request.start.token_ids),
             sampling=request.start.sampling,
             eos=frozenset(),
@@ -149,7 +149,7 @@ class PrefillWorker(Worker):
             job = self.queue[0]
             sequence = job.sequence
             assert sequence is not None
-            pages = self.ledger.own(sequence.tid, pages_for(sequence.prompt_tokens, self.settings.page_size))
+            pages = self.ledger.own(sequence.tid, pages_for(len(sequence.tokens), self.settings.page_size))
             if pages is None:
                 return
             self.queue.popleft()
@@ -169,7 +169,7 @@ class PrefillWorker(Worker):
     def computed(self, sequence: Sequence, result: Result) -> None:
         """A chunk is done: its full pages go at once, the partial one with the last chunk (guard L1)."""
         job = self.by_tid[sequence.tid]
-        finished = sequence.computed >= sequence.prompt_tokens
+        finished = sequence.computed >= len(sequence.tokens)
         ready = len(sequence.pages) if finished else sequence.computed // self.settings.page_size
         assert job.request is not None
         if sequence.sampling.prompt_logprobs is not None:
@@ -185,7 +185,7 @@ class PrefillWorker(Worker):
         if finished:
             assert result.sampled is not None
             first = FirstToken(result.sampled.token, logprob=result.sampled.logprob)
-            self.tell(Complete(job.leg, sequence.prompt_tokens, first))
+            self.tell(Complete(job.leg, len(sequence.tokens), first))
 
     def rid_of(self, tid: TransferId) -> str | None:
         job = self.by_tid.get(tid)

@@ -160,7 +160,7 @@ def borrower_samples(worker: PrefillWorker) -> list[Sample]:
         gauge(
             "num_prefill_inflight_queue_reqs",
             "Requests that are computed and whose last pages are on their way",
-            sum(job.sequence is not None and job.sequence.computed >= job.sequence.prompt_tokens for job in jobs),
+            sum(job.sequence is not None and job.sequence.computed >= len(job.sequence.tokens) for job in jobs),
         ),
         gauge("num_prefill_transfer_records", "Transfers that decode has not closed yet", borrower.known),
         *(

@@ -54,6 +54,7 @@ from quiesce.roles.timers import Delays, Timers
 log = logging.getLogger("quiesce.worker")
 
 LONGEST_WAIT = 0.25  # seconds a turn may sleep
+LONGEST_REASON = 2000  # characters
 LAST_WORDS_MS = 1000  # what was sent before the end still goes out
 EXIT_RETAINED = 75  # too many pages retained: a restart is the fence
 ROW_SPARE = 2  # rows per running request: holds keep theirs while new requests run
@@ -264,7 +265,10 @@ class Worker(ABC):
             check_sampling(start.sampling, vocabulary, self.engine.eos_ids)
         except EngineError as error:
             return 400, str(error)
-        refusal = check(len(start.token_ids), start.sampling.max_tokens, effective_limit(self.limits()))
+        if start.resumed and not 0 < start.resumed < min(len(start.token_ids), start.sampling.max_tokens):
+            return 400, f"{start.resumed} tokens of an answer that was begun elsewhere do not fit this request"
+        prompt = len(start.token_ids) - start.resumed
+        refusal = check(prompt, start.sampling.max_tokens, effective_limit(self.limits()))
         return None if refusal is None else (refusal.status, refusal.reason)
 
     def _compiled(self) -> None:
@@ -278,16 +282,25 @@ class Worker(ABC):
 
     # ------------------------------------------------------------ the last word
 
-    def say_end(self, leg: WorkerLeg, outcome: Any, status: int = 200, reason: str = "") -> None:
+    def say_end(
+        self,
+        leg: WorkerLeg,
+        outcome: Any,
+        status: int = 200,
+        reason: str = "",
+        fault: Literal["", "self", "peer"] = "",
+    ) -> None:
+        """`fault`: of a failure, whose it was."""
         self.timers.cancel(("leg", leg.rid))
         ended = Ended(
             rid=leg.rid,
             outcome=outcome,
             status=status,
-            reason=reason,
-            prompt_tokens=len(leg.start.token_ids),
+            reason=reason[:LONGEST_REASON],
+            prompt_tokens=leg.prompt_tokens,
             completion_tokens=leg.generated,
             cached_tokens=leg.cached_tokens,
+            fault=fault,
         )
         if self.legs.end(leg, ended):
             record(self, leg, ended)

@@ -15,28 +15,45 @@ Feed = Callable[["Call", rq.Event], None]
 
 
 class Call:
-    """One answer: its machine, its workers, its tokens."""
+    """One answer: its tokens, and the attempt at it that runs now with its machine, its workers and its names."""
 
     def __init__(self, work: Work, index: int, ask: Ask, workers: dict[rq.Side, Worker]) -> None:
         self.work = work
         self.index = index
         self.ask = ask
-        self.workers = workers
-        self.room = secrets.randbits(63)
-        sides: tuple[rq.Side, ...] = ("decode", "prefill") if "prefill" in workers else ("decode",)
-        sampling = ask.sampling
-        prompt = 0 if sampling.prompt_logprobs is None else len(ask.token_ids)
-        self.machine = rq.RequestMachine(sides, sampling.logprobs is not None, prompt)
+        self.attempts = 0
+        self.emitted: list[int] = []  # every token of the answer so far
+        self.pending: Verdict | None = None  # a failure that the next attempt may make good
+        self.failed_at: set[int] = set()  # epochs that are to blame for failed attempts
         self.timers: dict[str, asyncio.TimerHandle] = {}
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._prompt: list[TokenLogprob | None] = []
         self._verdict: Verdict | None = None
+        self.attempt(workers)
+
+    def attempt(self, workers: dict[rq.Side, Worker]) -> None:
+        """Starts anew with a pairing id and a request id that no worker has seen."""
+        self.workers = workers
+        self.pending = None
+        self.attempts += 1
+        self.rid = self.ask.rid if self.attempts == 1 else f"{self.ask.rid}.{self.attempts}"
+        self.room = secrets.randbits(63)
+        sides: tuple[rq.Side, ...] = ("decode", "prefill") if "prefill" in workers else ("decode",)
+        sampling = self.ask.sampling
+        prompt = 0 if sampling.prompt_logprobs is None or self.emitted else len(self.ask.token_ids)
+        self._prompt = [] if prompt else self._prompt
+        self.machine = rq.RequestMachine(sides, sampling.logprobs is not None, prompt)
+
+    @property
+    def over(self) -> bool:
+        """Its client has been given the verdict."""
+        return self._verdict is not None
 
     @property
     def ready(self) -> bool:
         """There is something to fetch. Tokens wait for the prompt's log-probabilities, which come before them."""
-        return self._verdict is not None or (bool(self._tokens) and not self.machine.prompt_missing)
+        return self.over or (bool(self._tokens) and not self.machine.prompt_missing)
 
     def take(self) -> Delivery:
         taken = Delivery(self.index, self._tokens, self._logprobs, self._prompt, self._verdict)
@@ -44,6 +61,7 @@ class Call:
         return taken
 
     def emit(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> None:
+        self.emitted.extend(token_ids)
         self._tokens.extend(token_ids)
         self._logprobs.extend(logprobs)
         self.work.changed(self)
@@ -53,7 +71,11 @@ class Call:
         self.work.changed(self)
 
     def finish(self, verdict: Verdict) -> None:
+        if self.attempts > 1:  # the tokens of a continued answer may be cached too, and are no prompt
+            cached = min(verdict.cached_tokens, len(self.ask.token_ids))
+            verdict = Verdict(verdict.finish_reason, verdict.error, cached)
         self._verdict = verdict
+        self.pending = None
         self.work.changed(self)
 
 
@@ -85,7 +107,7 @@ class Work:
         if error is None:
             return
         for other in self.calls:
-            if other is not call and other.machine.verdict is None:
+            if other is not call and not other.over:
                 self._feed(other, rq.GaveUp(error.status, error.message, error.code or ""))
 
     def satisfied(self, index: int) -> None:
@@ -93,5 +115,5 @@ class Work:
 
     def abandon(self, reason: str) -> None:
         for call in self.calls:
-            if call.machine.verdict is None:
+            if not call.over:
                 self._feed(call, rq.GaveUp(499, reason, "client_gone"))

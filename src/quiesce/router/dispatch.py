@@ -6,50 +6,59 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
-from quiesce.api.backend import Ask
+from quiesce.api.backend import Ask, Verdict
 from quiesce.api.errors import ApiError, unavailable
 from quiesce.channel import Received
 from quiesce.core.messages import (
     Cancel,
     Ended,
     Exited,
-    Inspect,
     Inspected,
     PromptLogprobs,
     Register,
     Registered,
-    Start,
     Tokens,
     Wire,
 )
 from quiesce.router import pairing
 from quiesce.router import request as rq
+from quiesce.router.attempts import RetryBudget, Rules, finished, leg, may_continue
 from quiesce.router.calls import Call, Work
 from quiesce.router.health import report
+from quiesce.router.inspections import Inspections
 from quiesce.router.links import Links
 from quiesce.router.registry import Change, Connect, Lost, Registry, Silent, Worker
 
 log = logging.getLogger(__name__)
 
+_Workers = dict[rq.Side, Worker]
+
 SWEEP_SECONDS = 0.25
 CANCEL_SECONDS = 0.5  # first wait for the answer to a cancel; doubles with each try
+CLEAR_SECONDS = 0.7  # within which a failed attempt must be known to be over, for another one to follow
+COUNTED = (
+    *("answers_started", "answers_ended", "requests_begun", "retries", "failovers"),
+    *("late_messages", "cancels_unanswered", "stray_messages"),
+)
 
 
 class Dispatcher:
     """The backend of the API. Make it inside the running loop, then `start`."""
 
-    def __init__(self, registry: Registry | None = None) -> None:
-        self.registry = registry or Registry()
+    def __init__(self, registry: Registry | None = None, rules: Rules | None = None) -> None:
+        self.rules = rules or Rules()
+        self.registry = registry or Registry(breaker=self.rules.breaker)
         self.epoch = secrets.randbits(64)
         self.draining = False
         self._patience = 0.0  # until when a drain waits for running requests
         self._calls: dict[str, Call] = {}
         self._counts: Counter[str] = Counter()
         self._turn = 0
-        self._inspections: dict[int, asyncio.Future[Inspected]] = {}
+        self._budget = RetryBudget()
+        self._inspections = Inspections(self._send)
         self._loop = asyncio.get_running_loop()
         self._links: Links | None = None
         self._sweeper: asyncio.Task[None] | None = None
@@ -69,8 +78,9 @@ class Dispatcher:
 
     # ------------------------------------------------------------ for the API
 
-    def _usable(self) -> list[Worker]:
-        return pairing.usable(self.registry.workers.values(), self._loop.time(), self.registry.patience)
+    def _usable(self, avoid: Set[int] = frozenset()) -> list[Worker]:
+        workers = [worker for worker in self.registry.workers.values() if worker.epoch not in avoid]
+        return pairing.usable(workers, self._loop.time(), self.registry.patience)
 
     def context_limit(self) -> int | None:
         return pairing.context_limit(self._usable())
@@ -89,69 +99,57 @@ class Dispatcher:
         work = Work(self.feed)
         has_prompt: dict[str, Worker] = {}  # group -> the prefill worker of its first sample
         for index, ask in enumerate(asks):
-            self._turn += 1
-            pair = pairing.choose(self._usable(), self._turn, has_prompt.get(ask.group))
-            if pair is None:
+            workers = self._choose(ask, has_prompt.get(ask.group))
+            if workers is None:
                 self._take_back(work)
                 several = f"; this request needs room for {len(asks)}" if len(asks) > 1 else ""
                 raise unavailable(f"every worker has as many requests as it takes{several}", "overloaded")
-            workers: dict[rq.Side, Worker] = {"decode": pair.decode}
-            if pair.prefill is not None:
-                workers["prefill"] = pair.prefill
-                if ask.group:
-                    has_prompt.setdefault(ask.group, pair.prefill)
+            if ask.group and "prefill" in workers:
+                has_prompt.setdefault(ask.group, workers["prefill"])
             work.calls.append(Call(work, index, ask, workers))
-            for worker in workers.values():
-                worker.legs.add(ask.rid)
+            self._enrol(work.calls[-1])
         for call in work.calls:
-            self._calls[call.ask.rid] = call
             self._counts["answers_started"] += 1
-            call.timers["deadline"] = self._loop.call_at(call.ask.deadline, self._deadline, call)
+            self._budget.request()
+            late = call.ask.deadline - self._loop.time() > 0.9 * self.rules.deadline
+            call.timers["deadline"] = self._loop.call_at(call.ask.deadline, self._deadline, call, late)
         for call in work.calls:
-            if call.machine.verdict is None:  # not ended by the failure of one before it
+            if not call.over:  # not ended by the failure of one before it
                 self.feed(call, rq.Begin())
         return work
+
+    def _choose(self, ask: Ask, beside: Worker | None = None, avoid: Set[int] = frozenset()) -> _Workers | None:
+        self._turn += 1
+        local = len(ask.token_ids) < self.rules.local_prefill_below
+        wish = pairing.Wish(self._turn, beside, local, self.rules.policy)
+        pair = pairing.choose(self._usable(avoid), wish)
+        if pair is None:
+            return None
+        return {"decode": pair.decode} if pair.prefill is None else {"decode": pair.decode, "prefill": pair.prefill}
+
+    def _enrol(self, call: Call) -> None:
+        self._calls[call.rid] = call
+        tokens = len(call.ask.token_ids) + len(call.emitted)
+        for worker in call.workers.values():
+            worker.begin(call.rid, tokens)
 
     def _take_back(self, work: Work) -> None:
         """Nothing has been sent for these yet."""
         for call in work.calls:
+            del self._calls[call.rid]
             for worker in call.workers.values():
-                worker.legs.discard(call.ask.rid)
+                worker.over(call.rid)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         return report(self.registry, self._loop.time(), self.draining, len(self._calls))
 
     async def inspect(self, timeout: float, page: int | None = None) -> dict[str, Inspected | str]:
-        answers: dict[str, Inspected | str] = {}
-        asked: dict[str, tuple[int, asyncio.Future[Inspected]]] = {}
-        for worker in self.registry.workers.values():
-            seq = secrets.randbits(63)
-            if worker.up and self._send(worker, Inspect(seq, page)):
-                asked[worker.name] = (seq, self._loop.create_future())
-                self._inspections[seq] = asked[worker.name][1]
-            else:
-                answers[worker.name] = "cannot be reached"
-        try:
-            if asked:
-                await asyncio.wait([future for _, future in asked.values()], timeout=timeout)
-        finally:
-            for seq, _ in asked.values():
-                del self._inspections[seq]
-        for name, (_, future) in asked.items():
-            answers[name] = future.result() if future.done() else f"did not answer within {timeout:g} s"
-        return answers
+        return await self._inspections.ask(list(self.registry.workers.values()), timeout, page)
 
     def counters(self) -> dict[str, int]:
         links = self._links.counters() if self._links else {}
-        always = ["answers_started", "answers_ended", "requests_begun"]
-        always += ["late_messages", "cancels_unanswered", "stray_messages"]
-        return (
-            {name: self._counts[name] for name in always}
-            | links
-            | {
-                "registrations_refused": self.registry.refused,
-            }
-        )
+        registry = {"registrations_refused": self.registry.refused, "breakers_opened": self.registry.breakers_opened}
+        return {name: self._counts[name] for name in COUNTED} | links | registry
 
     def legs(self) -> dict[str, int]:
         return {worker.name: len(worker.legs) for worker in self.registry.workers.values()}
@@ -178,6 +176,9 @@ class Dispatcher:
 
     def feed(self, call: Call, event: rq.Event) -> None:
         """Runs one event through a request's machine, and carries out what it says."""
+        if call.pending is not None and isinstance(event, rq.GaveUp | rq.Satisfied):
+            self._deliver(call, _verdict(event))  # nobody waits for another attempt
+            return
         late = call.machine.late
         pending = call.machine.on(event)
         self._counts["late_messages"] += call.machine.late - late
@@ -191,48 +192,110 @@ class Dispatcher:
             case rq.EmitPrompt(logprobs=prompt):
                 call.emit_prompt(prompt)
             case rq.SendStart(side):
-                worker = call.workers[side]
-                sent = self._send(worker, self._start_message(call, side))
-                self._counts["requests_begun"] += side == "decode"
-                self.feed(call, rq.Sent(side) if sent else rq.NotSent(side, worker.name))
+                sent = self._send_start(call, side)
+                self.feed(call, rq.Sent(side) if sent else rq.NotSent(side, call.workers[side].name))
             case rq.SendCancel(side, reason):
-                self._send(call.workers[side], Cancel(call.ask.rid, reason[:500]))
+                self._send(call.workers[side], Cancel(call.rid, reason[:500]))
             case rq.Arm(side, tries):
                 wait = CANCEL_SECONDS * 2**tries
                 call.timers[side] = self._loop.call_later(wait, self.feed, call, rq.Fired(side))
-            case rq.Finish(verdict):
-                call.timers.pop("deadline").cancel()
-                call.finish(verdict)
-                call.work.failed(call, verdict)
+            case rq.Blame() | rq.Credit():
+                self._judge(call, action)
+            case rq.Finish(verdict, again):
+                self._finish(call, verdict, again)
             case rq.LegClosed(side, answered):
-                call.workers[side].legs.discard(call.ask.rid)
+                call.workers[side].over(call.rid)
                 self._counts["cancels_unanswered"] += not answered
                 if (timer := call.timers.pop(side, None)) is not None:
                     timer.cancel()
             case rq.Forget():
-                self._calls.pop(call.ask.rid, None)
-                self._counts["answers_ended"] += 1
+                del self._calls[call.rid]
+                if call.pending is None:
+                    self._counts["answers_ended"] += 1
+                else:
+                    self._again(call)
 
-    def _start_message(self, call: Call, side: rq.Side) -> Start:
-        ask = call.ask
+    def _judge(self, call: Call, action: rq.Blame | rq.Credit) -> None:
+        worker = call.workers[action.side]
+        if isinstance(action, rq.Credit):
+            worker.breaker.succeeded(call.rid)
+            return
+        call.failed_at.add(worker.epoch)
+        if action.sick:
+            worker.breaker.failed(call.rid, hash(call.ask.token_ids), self._loop.time())
+
+    def _send_start(self, call: Call, side: rq.Side) -> bool:
         prefill = call.workers.get("prefill") if side == "decode" else None
-        return Start(
-            rid=ask.rid,
-            router_epoch=self.epoch,
+        message = leg(
+            call.ask,
+            rid=call.rid,
             room=call.room,
-            token_ids=ask.token_ids,
-            sampling=ask.sampling,
-            deadline_ms=max(1, int((ask.deadline - self._loop.time()) * 1000)),
+            epoch=self.epoch,
+            remaining=call.ask.deadline - self._loop.time(),
+            emitted=call.emitted,
             prefill=prefill.latest.address if prefill else None,
-            priority=ask.priority,
-            group=ask.group,
+            local=side == "decode" and call.workers[side].role == "decode" and prefill is None,
         )
+        self._counts["requests_begun"] += side == "decode"
+        return self._send(call.workers[side], message)
+
+    # ------------------------------------------------------------ attempts
+
+    def _finish(self, call: Call, verdict: Verdict, again: bool) -> None:
+        """The attempt has its verdict; the client gets it unless another attempt may follow."""
+        lost = again and not call.machine.prompt_missing
+        if lost and (whole := finished(call.ask, call.emitted, self.rules.eos)) is not None:
+            verdict = whole
+        elif again and self._may_try_again(call):
+            call.pending = verdict
+            call.timers["clear"] = self._loop.call_later(CLEAR_SECONDS, self._unclear, call)
+            return
+        self._deliver(call, verdict)
+
+    def _may_try_again(self, call: Call) -> bool:
+        return (
+            call.attempts <= self.rules.retries
+            and not self.draining
+            and may_continue(call.ask, call.emitted, self.rules.failover)
+            and not (call.emitted and call.machine.prompt_missing)
+            and not pairing.missing(self._usable(call.failed_at))
+            and self._budget.take()
+        )
+
+    def _again(self, call: Call) -> None:
+        """Every leg of the failed attempt is over."""
+        call.timers.pop("clear").cancel()
+        verdict = call.pending
+        assert verdict is not None
+        workers = None if self.draining else self._choose(call.ask, avoid=call.failed_at)
+        if workers is None:
+            self._counts["answers_ended"] += 1
+            self._deliver(call, verdict)
+            return
+        self._counts["failovers" if call.emitted else "retries"] += 1
+        said = (call.ask.rid, call.attempts + 1, verdict.error.message if verdict.error else "")
+        log.warning("request %s: attempt %d, because %s", *said, extra={"rid": call.ask.rid})
+        call.attempt(workers)
+        self._enrol(call)
+        self.feed(call, rq.Begin())
+
+    def _unclear(self, call: Call) -> None:
+        """A leg of the failed attempt may still run: nothing is sent twice."""
+        if call.pending is not None:
+            self._deliver(call, call.pending)
+
+    def _deliver(self, call: Call, verdict: Verdict) -> None:
+        for name in ("deadline", "clear"):
+            if (timer := call.timers.pop(name, None)) is not None:
+                timer.cancel()
+        call.finish(verdict)
+        call.work.failed(call, verdict)
 
     def _send(self, worker: Worker, message: Wire) -> bool:
         return self._links is not None and self._links.send(worker, message)
 
-    def _deadline(self, call: Call) -> None:
-        self.feed(call, rq.GaveUp(504, "the request took longer than it may", "deadline_exceeded"))
+    def _deadline(self, call: Call, late: bool) -> None:
+        self.feed(call, rq.GaveUp(504, "the request took longer than it may", "deadline_exceeded", late))
 
     # ------------------------------------------------------------ what the sockets bring
 
@@ -247,10 +310,8 @@ class Dispatcher:
             case Ended(rid=rid):
                 if (found := self._leg(worker, rid)) is not None:
                     self.feed(found[0], rq.LegEnded(found[1], message))
-            case Inspected(seq=seq):
-                future = self._inspections.get(seq)
-                if future is not None and not future.done():
-                    future.set_result(message)
+            case Inspected():
+                self._inspections.answered(message)
             case _:
                 self._counts["stray_messages"] += 1
 
@@ -313,3 +374,9 @@ class Dispatcher:
             for side, owner in call.workers.items():
                 if owner is worker:
                     self.feed(call, event(side))
+
+
+def _verdict(event: rq.GaveUp | rq.Satisfied) -> Verdict:
+    if isinstance(event, rq.Satisfied):
+        return Verdict("stop")
+    return Verdict(error=ApiError(event.status, event.reason, code=event.code))

@@ -5,15 +5,25 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
-from quiesce.core.messages import Fingerprint
+from quiesce.core.messages import Codec, Fingerprint
 from quiesce.router.registry import Patience, Worker
+
+Policy = Literal["round-robin", "least-loaded"]
+
+# A prompt travels in one message; the longest token id takes 5 bytes, and 64 KiB are left for everything else.
+MESSAGE_TOKENS = (Codec.MAX_BYTES - (64 << 10)) // 5
 
 
 @dataclass(frozen=True)
 class Pair:
     decode: Worker  # the side that answers; a colocated worker when there is no prefill
-    prefill: Worker | None
+    prefill: Worker | None  # None also when a decode worker computes the prompt itself
+
+    @property
+    def workers(self) -> list[Worker]:
+        return [self.decode] if self.prefill is None else [self.decode, self.prefill]
 
 
 @dataclass
@@ -40,41 +50,52 @@ def usable(workers: Iterable[Worker], now: float, patience: Patience) -> list[Wo
     return [worker for worker in workers if worker.trouble(now, patience) is None]
 
 
-def choose(workers: Iterable[Worker], turn: int, beside: Worker | None = None) -> Pair | None:
-    """The pair with the fewest outstanding legs among usable workers; ties go round. None when there is none
-    with room.
+@dataclass(frozen=True)
+class Wish:
+    """What one choice should heed. `turn` grows with each choice. `beside`: the prefill worker that has the same
+    prompt already, and computes it only once; it is chosen while it has room. `local`: decode may compute the
+    prompt."""
 
-    `turn` is a number that grows with each choice. `beside`: the prefill worker that has the same prompt already,
-    and computes it only once; it is chosen while it has room.
-    """
+    turn: int
+    beside: Worker | None = None
+    local: bool = False
+    policy: Policy = "least-loaded"
+
+    def rank(self, worker: Worker) -> tuple[int, int]:
+        return worker.load if self.policy == "least-loaded" else 0, worker.chosen
+
+
+def choose(workers: Iterable[Worker], wish: Wish) -> Pair | None:
+    """The pair that suits best among usable workers; ties go round. None when there is none with room."""
     best: tuple[tuple[bool, int, int], Pair] | None = None
     for group in groups(worker for worker in workers if not worker.full).values():
-        for pair in _candidates(group, beside):
-            load = len(pair.decode.legs) + (len(pair.prefill.legs) if pair.prefill else len(pair.decode.legs))
-            rank = (pair.prefill is not beside, load, pair.decode.chosen)
+        for pair in _candidates(group, wish):
+            ranks = [wish.rank(worker) for worker in pair.workers] * (1 if pair.prefill else 2)
+            rank = (
+                wish.beside is not None and pair.prefill is not wish.beside,
+                sum(load for load, _ in ranks),
+                pair.decode.chosen,
+            )
             if best is None or rank < best[0]:
                 best = (rank, pair)
     if best is None:
         return None
-    pair = best[1]
-    for worker in (pair.decode, pair.prefill):
-        if worker is not None:
-            worker.chosen = turn
-    return pair
+    for worker in best[1].workers:
+        worker.chosen = wish.turn
+    return best[1]
 
 
-def _candidates(group: Group, beside: Worker | None) -> list[Pair]:
+def _candidates(group: Group, wish: Wish) -> list[Pair]:
     found = []
     if group.prefill and group.decode:
-        prefill = next((worker for worker in group.prefill if worker is beside), None)
-        found.append(Pair(min(group.decode, key=_load), prefill or min(group.prefill, key=_load)))
+        local = [worker for worker in group.decode if worker.latest.local_prefill] if wish.local else []
+        if local:
+            return [Pair(min(local, key=wish.rank), None)]
+        prefill = next((worker for worker in group.prefill if worker is wish.beside), None)
+        found.append(Pair(min(group.decode, key=wish.rank), prefill or min(group.prefill, key=wish.rank)))
     if group.colocated:
-        found.append(Pair(min(group.colocated, key=_load), None))
+        found.append(Pair(min(group.colocated, key=wish.rank), None))
     return found
-
-
-def _load(worker: Worker) -> tuple[int, int]:
-    return len(worker.legs), worker.chosen
 
 
 def context_limit(workers: Iterable[Worker]) -> int | None:
@@ -84,7 +105,7 @@ def context_limit(workers: Iterable[Worker]) -> int | None:
         for group in groups(workers).values()
         for worker in [*(group.prefill + group.decode if all(group.sides()) else []), *group.colocated]
     ]
-    return min(limits) if limits else None
+    return min(*limits, MESSAGE_TOKENS) if limits else None
 
 
 def missing(workers: Iterable[Worker]) -> list[str]:

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quiesce.core.messages import Exited, Register
+from quiesce.router.breaker import Breaker, BreakerRules
 
 MAX_WORKERS = 1024
 REMEMBERED_EPOCHS = 4096
+LEG_TOKENS = 128  # what a running request costs a worker, in tokens of prompt
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,9 @@ class Worker:
     moved: float  # when `progress` last changed
     up: bool = False  # the link to its control socket
     legs: set[str] = field(default_factory=set)  # rids it has not ended
+    breaker: Breaker = field(default_factory=Breaker)
+    drained: str = ""  # why an operator lets it have no new work
+    sent_tokens: int = 0  # of prompts that it was given since its last heartbeat
     chosen: int = 0  # turn at which it was last chosen
     told_silent: bool = False
     told_lost: bool = False
@@ -57,15 +62,40 @@ class Worker:
     def role(self) -> str:
         return self.latest.role
 
-    def trouble(self, now: float, patience: Patience) -> str | None:
-        """Why it cannot be trusted with work now, for people; None when it can."""
+    def unheard(self, now: float, patience: Patience) -> str | None:
+        """Why it cannot be talked to, for people; None when it can."""
         if not self.up:
             return "the router's connection to it is down"
         if now - self.seen > patience.silent:
             return f"no heartbeat for {now - self.seen:.1f} s"
+        return None
+
+    def trouble(self, now: float, patience: Patience) -> str | None:
+        """Why it cannot be trusted with work now, for people; None when it can."""
+        if (why := self.unheard(now, patience)) is not None:
+            return why
+        if self.latest.draining or self.drained:
+            return self.drained or "it is draining: it ends once its requests have"
         if (self.latest.queued or self.latest.running) and now - self.moved > patience.stalled:
             return f"its engine loop has not moved for {now - self.moved:.1f} s"
-        return None
+        return self.breaker.trouble(now)
+
+    @property
+    def load(self) -> int:
+        """Tokens of work: prompts that wait at it, and a share for every request that it has."""
+        reported = self.latest.queued + self.latest.running  # another router's requests are in here too
+        return self.latest.waiting_tokens + self.sent_tokens + LEG_TOKENS * max(len(self.legs), reported)
+
+    def begin(self, rid: str, tokens: int) -> None:
+        """It is given a leg."""
+        self.legs.add(rid)
+        self.sent_tokens += tokens
+        self.breaker.begin(rid)
+
+    def over(self, rid: str) -> None:
+        """It has ended the leg, or never will."""
+        self.legs.discard(rid)
+        self.breaker.over(rid)
 
     @property
     def full(self) -> bool:
@@ -101,13 +131,15 @@ Change = Connect | Lost | Silent
 
 
 class Registry:
-    def __init__(self, patience: Patience | None = None) -> None:
+    def __init__(self, patience: Patience | None = None, breaker: BreakerRules | None = None) -> None:
         self.patience = patience or Patience()
+        self._breaker = breaker or BreakerRules()
         self.workers: dict[str, Worker] = {}
         self.refused = 0  # registrations not accepted
         self.departed: deque[dict[str, Any]] = deque(maxlen=16)
         self._over: dict[int, None] = {}  # epochs that ended; a late heartbeat does not revive them
         self._swept: float | None = None
+        self._opened_before = 0  # times that breakers of departed workers opened
 
     def on_register(self, message: Register, user: str, now: float) -> list[Change]:
         """A heartbeat, the first one included. A worker may speak for its own key alone."""
@@ -119,19 +151,23 @@ class Registry:
         if known is not None and known.epoch == address.epoch:
             if known.latest.progress != message.progress or not (message.queued or message.running):
                 known.moved = now
-            known.latest, known.seen = message, now
+            known.latest, known.seen, known.sent_tokens = message, now, 0
             known.told_silent = known.told_lost = False
             return []
         if known is None and len(self.workers) >= MAX_WORKERS:
             self.refused += 1
             return []
-        if known is not None and known.user != user and known.trouble(now, self.patience) is None:
+        if known is not None and known.user != user and known.unheard(now, self.patience) is None:
             self.refused += 1  # a healthy worker's name is not taken over by another key
             return []
         changes = self._remove(known, "it was replaced by a new process", now) if known is not None else []
-        worker = Worker(message, user, seen=now, moved=now)
+        worker = Worker(message, user, seen=now, moved=now, breaker=Breaker(self._breaker))
         self.workers[address.name] = worker
         return [*changes, Connect(worker)]
+
+    @property
+    def breakers_opened(self) -> int:
+        return self._opened_before + sum(worker.breaker.opened for worker in self.workers.values())
 
     def knows(self, epoch: int) -> bool:
         return any(worker.epoch == epoch for worker in self.workers.values())
@@ -176,6 +212,7 @@ class Registry:
 
     def _remove(self, worker: Worker, reason: str, now: float, over: bool = True) -> list[Change]:
         del self.workers[worker.name]
+        self._opened_before += worker.breaker.opened
         if over:
             self._remember(worker.epoch)
         self.departed.append({"name": worker.name, "epoch": f"{worker.epoch:016x}", "reason": reason, "at": now})

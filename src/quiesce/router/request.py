@@ -18,6 +18,8 @@ from quiesce.core.messages import Ended, TokenLogprob
 
 Side = Literal["decode", "prefill"]  # a colocated worker serves as the decode side of a request without prefill
 CANCEL_TRIES = 6
+DONE = ("stop", "length")
+AGAIN = (502, 503)  # a hand-off that failed, a worker that is full or leaves: not an engine that broke on the prompt
 
 
 class LegState(Enum):
@@ -79,11 +81,13 @@ class LegLost:
 
 @dataclass(frozen=True)
 class GaveUp:
-    """Nobody waits for the answer any more: client gone, deadline, shutdown."""
+    """Nobody waits for the answer any more: client gone, deadline, shutdown. `late`: the workers had all the time
+    that a request may take."""
 
     status: int
     reason: str
     code: str
+    late: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,25 @@ class EmitPrompt:
 
 @dataclass(frozen=True)
 class Finish:
+    """`again`: it failed for a reason that another attempt need not meet."""
+
     verdict: Verdict
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Blame:
+    """The failure came from this side's worker, so another attempt goes elsewhere. `sick`: it is not well."""
+
+    side: Side
+    sick: bool = True
+
+
+@dataclass(frozen=True)
+class Credit:
+    """This side's worker did what it was asked for."""
+
+    side: Side
 
 
 @dataclass(frozen=True)
@@ -151,7 +173,7 @@ class Forget:
     """All legs are closed and the verdict was given."""
 
 
-Action = SendStart | SendCancel | Arm | Emit | EmitPrompt | Finish | LegClosed | Forget
+Action = SendStart | SendCancel | Arm | Emit | EmitPrompt | Finish | Blame | Credit | LegClosed | Forget
 
 
 class RequestMachine:
@@ -196,7 +218,7 @@ class RequestMachine:
             case NotSent(side, worker):
                 self.legs[side] = LegState.CLOSED
                 text = f"worker {worker} could not be reached; the request was not started there"
-                return [LegClosed(side), *self._fail(503, text, "worker_unreachable")]
+                return [Blame(side), LegClosed(side), *self._fail(503, text, "worker_unreachable", again=True)]
             case LegTokens():
                 return self._tokens(event)
             case LegPrompt():
@@ -205,12 +227,17 @@ class RequestMachine:
                 return self._ended(side, ended)
             case LegLost(side, reason, dead):
                 return self._lost(side, reason, dead)
-            case GaveUp(status, reason, code):
-                return self._fail(status, reason, code)
+            case GaveUp(status, reason, code, late):
+                slow: list[Action] = [Blame(self._at())] if late and self.verdict is None else []
+                return [*slow, *self._fail(status, reason, code)]
             case Satisfied():
                 return self._finish(Verdict("stop", None, self._cached), "the answer is complete")
             case Fired(side):
                 return self._fired(side)
+
+    def _at(self) -> Side:
+        """Where the request is: with prefill until the first token has come."""
+        return "prefill" if not self.tokens and self.legs.get("prefill") is LegState.OPEN else "decode"
 
     def _tokens(self, event: LegTokens) -> list[Action]:
         if self.verdict is not None or event.side != "decode" or self.legs["decode"] is not LegState.OPEN:
@@ -243,8 +270,8 @@ class RequestMachine:
             self.late += 1
             return []
         self.legs[side] = LegState.CLOSED
-        closed: list[Action] = [LegClosed(side)]
         self._cached = max(self._cached, ended.cached_tokens)
+        closed: list[Action] = [*self._judged(side, ended), LegClosed(side)]
         if self.verdict is not None:
             return closed
         if side == "prefill":
@@ -252,18 +279,28 @@ class RequestMachine:
                 text = f"{self.prompt_missing} log-probabilities of the prompt were lost between worker and router"
                 return closed + self._fail(500, text, "logprobs_lost")
             # The first token travels with the hand-off: tokens from decode mean that it has happened.
-            if self.prompt_missing:
-                return closed + self._failed_leg(side, ended)
-            if ended.outcome == "handed_over" or self.tokens:
+            if not self.prompt_missing and (ended.outcome == "handed_over" or self.tokens):
                 return closed
             return closed + self._failed_leg(side, ended)
-        if ended.outcome not in ("stop", "length"):
+        if ended.outcome not in DONE:
             return closed + self._failed_leg(side, ended)
         if ended.completion_tokens != self.tokens:
             text = f"tokens were lost between worker and router: {self.tokens} of {ended.completion_tokens} arrived"
             return closed + self._fail(500, text, "tokens_lost")
         reason: Literal["stop", "length"] = "stop" if ended.outcome == "stop" else "length"
         return closed + self._whole(Verdict(reason, None, self._cached))
+
+    def _judged(self, side: Side, ended: Ended) -> list[Action]:
+        """What a last word says of workers. The first failure alone counts, and a client's mistake does not."""
+        if ended.outcome in DONE or ended.outcome == "handed_over":
+            return [Credit(side)]
+        handed_over = side == "prefill" and self.tokens and not self.prompt_missing
+        if self.verdict is not None or handed_over or ended.outcome == "cancelled":
+            return []  # a leg that was cancelled ended because of the other one
+        other: Side = "prefill" if side == "decode" else "decode"
+        if ended.fault == "peer":  # a decode leg may end because of its prefill worker
+            return [Blame(other)] if other in self.legs else []
+        return [Blame(side, sick=ended.fault == "self" or ended.status == 500)]
 
     def _whole(self, verdict: Verdict) -> list[Action]:
         if not self.prompt_missing:
@@ -276,7 +313,8 @@ class RequestMachine:
     def _failed_leg(self, side: Side, ended: Ended) -> list[Action]:
         status = ended.status if 400 <= ended.status <= 599 else 500
         text = f"the {side} worker {ended.outcome} the request"
-        return self._fail(status, f"{text}: {ended.reason}" if ended.reason else text, f"{side}_{ended.outcome}")
+        said = f"{text}: {ended.reason}" if ended.reason else text
+        return self._fail(status, said, f"{side}_{ended.outcome}", again=status in AGAIN)
 
     def _lost(self, side: Side, reason: str, dead: bool) -> list[Action]:
         if self.legs[side] is LegState.CLOSED:
@@ -287,20 +325,20 @@ class RequestMachine:
             closed = [LegClosed(side)]
         if self.verdict is not None or (side == "prefill" and self.tokens and not self.prompt_missing):
             return closed
-        return closed + self._fail(502, reason, "worker_lost")
+        return [Blame(side), *closed, *self._fail(502, reason, "worker_lost", again=True)]
 
-    def _fail(self, status: int, text: str, code: str) -> list[Action]:
+    def _fail(self, status: int, text: str, code: str, again: bool = False) -> list[Action]:
         retry = 1 if status == 503 else None
-        return self._finish(Verdict(error=ApiError(status, text, code=code, retry_after=retry)), text)
+        return self._finish(Verdict(error=ApiError(status, text, code=code, retry_after=retry)), text, again)
 
-    def _finish(self, verdict: Verdict, why: str) -> list[Action]:
+    def _finish(self, verdict: Verdict, why: str, again: bool = False) -> list[Action]:
         """The first cause wins: gives the verdict and ends whatever still runs."""
         if self.verdict is not None:
             self.late += 1
             return []
         self.verdict = verdict
         self._why = why
-        actions: list[Action] = [Finish(verdict)]
+        actions: list[Action] = [Finish(verdict, again)]
         for side, state in self.legs.items():
             if state is LegState.NEW:
                 self.legs[side] = LegState.CLOSED
