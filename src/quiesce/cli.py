@@ -21,6 +21,7 @@ from quiesce.options import (
     HttpOptions,
     ProcessOptions,
     RouterWiring,
+    RoutingOptions,
     SilenceOptions,
     SizeOptions,
     WorkerWiring,
@@ -75,6 +76,7 @@ def serve(
     sizes: SizeOptions = SizeOptions(),  # noqa: B008
     engine: EngineOptions = EngineOptions(),  # noqa: B008
     hand_off: HandOffOptions = HandOffOptions(),  # noqa: B008
+    routing: RoutingOptions = RoutingOptions(),  # noqa: B008
     process: ProcessOptions = ProcessOptions(),  # noqa: B008
 ) -> int:
     """Start and supervise a whole cluster on this machine.
@@ -93,7 +95,8 @@ def serve(
     from quiesce.ops import serve as cluster_of  # noqa: PLC0415
 
     name = _name(model, cluster.served_model_name)
-    return cluster_of.serve(cluster_of.Serve(_resolve(model), name, cluster, http, sizes, engine, hand_off, process))
+    asked = cluster_of.Serve(_resolve(model), name, cluster, http, sizes, engine, hand_off, routing, process)
+    return cluster_of.serve(asked)
 
 
 @app.command(group=ROLES, sort_key=1)
@@ -104,13 +107,14 @@ def router(
     wiring: RouterWiring,
     http: HttpOptions = HttpOptions(),  # noqa: B008
     silence: SilenceOptions = SilenceOptions(),  # noqa: B008
+    routing: RoutingOptions = RoutingOptions(),  # noqa: B008
     process: ProcessOptions = ProcessOptions(),  # noqa: B008
 ) -> int:
     """The front: OpenAI-compatible HTTP, tokenisation, pairing of legs. It loads no weights."""
     from quiesce.router.app import run  # noqa: PLC0415
 
     name = _name(model, wiring.served_model_name)
-    return run(router_settings(_resolve(model), name, wiring, http, silence, process))
+    return run(router_settings(_resolve(model), name, wiring, http, silence, routing, process))
 
 
 @app.command(group=ROLES, sort_key=2)
@@ -287,7 +291,11 @@ def _worker(
 ) -> WorkerSettings:
     key = wiring.registry_key.read_text("ascii").strip()
     name = _name(model, wiring.served_model_name)
-    return worker_settings(role, _resolve(model), name, key, wiring, sizes, engine, hand_off, process)
+    from quiesce.ops.preflight import check_model  # noqa: PLC0415
+
+    folder = _resolve(model)
+    check_model(folder, sizes, engine, workers=1)
+    return worker_settings(role, folder, name, key, wiring, sizes, engine, hand_off, process)
 
 
 def _run_worker(run: Callable[[WorkerSettings], int], settings: WorkerSettings) -> int:

@@ -15,7 +15,9 @@ from cyclopts import Group, Parameter
 from quiesce.roles.settings import (
     Dtype,
     Expiry,
+    Failover,
     LogFormat,
+    Policy,
     Reserve,
     Role,
     RouterSettings,
@@ -34,6 +36,7 @@ HTTP = Group("HTTP", sort_key=2)
 SIZES = Group("Sizes", sort_key=3)
 ENGINE = Group("Engine", sort_key=4)
 HAND_OFF = Group("Hand-off", sort_key=5)
+ROUTING = Group("Routing", sort_key=5)
 PROCESS = Group("Process", sort_key=6)
 WIRING = Group("Wiring (what `quiesce serve` does by itself)", sort_key=7)
 
@@ -160,6 +163,70 @@ class HandOffOptions:
             "reached it, so that a long queue there pins no pages here.",
         ),
     ] = "early"
+    max_held: Annotated[
+        float,
+        Parameter(
+            group=HAND_OFF,
+            help="Share of a pool that pages of ended requests may have while they wait for proof. Above it a "
+            "worker refuses new requests (503) until pages come back; what runs goes on.",
+        ),
+    ] = 0.4
+    max_held_per_tenant: Annotated[
+        float, Parameter(group=HAND_OFF, help="Share of that which requests of one API key may have.")
+    ] = 0.5
+    strict_disaggregation: Annotated[
+        bool,
+        Parameter(
+            group=HAND_OFF,
+            help="Decode workers compute no prompt, whatever a router asks for; excludes --local-prefill-below.",
+        ),
+    ] = False
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class RoutingOptions:
+    policy: Annotated[
+        Policy,
+        Parameter(
+            group=ROUTING,
+            help="Which workers a request is given: least-loaded goes by the tokens that wait at each and the "
+            "requests it has; round-robin by turns.",
+        ),
+    ] = "least-loaded"
+    retries: Annotated[
+        int,
+        Parameter(
+            group=ROUTING,
+            help="Attempts that a request may have beyond the first when a worker fails it before its first token. "
+            "In the long run one request in ten may be tried again.",
+        ),
+    ] = 2
+    failover: Annotated[
+        Failover,
+        Parameter(
+            group=ROUTING,
+            help="Which answers go on at another worker when theirs dies after the first token: exact, those that "
+            "are greedy or have a seed from their client; always, sampled ones too; never, none.",
+        ),
+    ] = "exact"
+    local_prefill_below: Annotated[
+        int,
+        Parameter(
+            group=ROUTING, help="Prompts of fewer tokens are computed where they are decoded, without a hand-off."
+        ),
+    ] = 0
+    breaker_failures: Annotated[
+        int,
+        Parameter(
+            group=ROUTING,
+            help="Requests in a row that a worker must fail, by its own fault, to be given none for a while; "
+            "0 gives it work whatever happens.",
+        ),
+    ] = 5
+    breaker_seconds: Annotated[
+        float, Parameter(group=ROUTING, help="How long that while is. Then one request tries the worker.")
+    ] = 5.0
 
 
 @Parameter(name="*")
@@ -276,9 +343,12 @@ def worker_settings(
         schedule_conservativeness=sizes.schedule_conservativeness,
         transfer=hand_off.transfer,
         hold_timeout=hand_off.hold_timeout,
+        max_held=hand_off.max_held,
+        max_held_per_tenant=hand_off.max_held_per_tenant,
         max_retained=hand_off.max_retained,
         on_hold_expiry=hand_off.on_hold_expiry,
         reserve=hand_off.reserve,
+        strict_disaggregation=hand_off.strict_disaggregation,
         drain_timeout=process.drain_timeout,
         log_level=process.log_level,
         log_format=process.log_format,
@@ -291,6 +361,7 @@ def router_settings(
     wiring: RouterWiring,
     http: HttpOptions,
     silence: SilenceOptions,
+    routing: RoutingOptions,
     process: ProcessOptions,
 ) -> RouterSettings:
     """Raises SettingsError."""
@@ -306,6 +377,12 @@ def router_settings(
         request_timeout=http.request_timeout,
         tool_call_parser=http.tool_call_parser,
         hold_timeout=silence.hold_timeout,
+        policy=routing.policy,
+        retries=routing.retries,
+        failover=routing.failover,
+        local_prefill_below=routing.local_prefill_below,
+        breaker_failures=routing.breaker_failures,
+        breaker_seconds=routing.breaker_seconds,
         drain_timeout=process.drain_timeout,
         log_level=process.log_level,
         log_format=process.log_format,

@@ -21,6 +21,7 @@ from quiesce.options import (
     HandOffOptions,
     HttpOptions,
     ProcessOptions,
+    RoutingOptions,
     SilenceOptions,
     SizeOptions,
     arguments,
@@ -244,6 +245,7 @@ def test_every_option_is_passed_on_whatever_its_value() -> None:
         EngineOptions(),
         HandOffOptions(),
         SilenceOptions(),
+        RoutingOptions(),
         ProcessOptions(),
     ):
         assert len(arguments(group)) == len(fields(group))

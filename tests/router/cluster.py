@@ -77,6 +77,7 @@ class FakeWorker:
     fingerprint: Fingerprint = FINGERPRINT
     limits: Limits = LIMITS
     cached_tokens: int = 0
+    reported: dict[str, Any] = field(default_factory=dict)  # fields of its heartbeat
     samples: list[Sample] = field(default_factory=list)
     epoch: int = field(default_factory=lambda: random.getrandbits(64))
     starts: dict[str, Start] = field(default_factory=dict)
@@ -113,7 +114,8 @@ class FakeWorker:
 
     def register(self) -> Register:
         self.progress += 1
-        return Register(self.role, self.address(), self.fingerprint, self.limits, self.progress, 0, len(self.active))
+        said = {"progress": self.progress, "queued": 0, "running": len(self.active), "local_prefill": True}
+        return Register(self.role, self.address(), self.fingerprint, self.limits, **(said | self.reported))
 
     async def _beat(self) -> None:
         while True:
@@ -146,13 +148,13 @@ class FakeWorker:
                         self.control.send(received.sender, Inspected(seq, self.samples, state))
 
     def answer(self, start: Start) -> None:
-        if self.role != "decode":
+        if self.role != "decode" or start.local:
             self.tell_prompt(start)
         if self.role == "prefill":
             self.end(start.rid, "handed_over")
             return
         ids = tuple(self.reply(start))[: start.sampling.max_tokens]
-        for id in ids:
+        for id in ids[start.resumed :]:  # the others were given by the worker before
             self.tokens(start.rid, id)
         self.end(start.rid, "length" if len(ids) == start.sampling.max_tokens else "stop")
 
@@ -172,11 +174,12 @@ class FakeWorker:
             message = PromptLogprobs(start.rid, first, tuple(found[first : first + piece]))
             assert self.control.send(self.active[start.rid], message)
 
-    def end(self, rid: str, outcome: str, status: int = 200, reason: str = "") -> None:
+    def end(self, rid: str, outcome: str, status: int = 200, reason: str = "", fault: str = "") -> None:
         router = self.active.pop(rid)
         prompt = len(self.starts[rid].token_ids)
         count = self.counts[rid]
-        assert self.control.send(router, Ended(rid, outcome, status, reason, prompt, count, self.cached_tokens))
+        ended = Ended(rid, outcome, status, reason, prompt, count, self.cached_tokens, fault)
+        assert self.control.send(router, ended)
 
 
 def logprob_of(id: int, top: int) -> TokenLogprob:

@@ -21,6 +21,9 @@ from quiesce.core.proofs import LeaseKey, Proof, ProofKind
 K = TypeVar("K")
 L = TypeVar("L")
 
+LENDER_CLOSED = "the lender closed the transfer"
+LENDER_GONE = "the decode engine is gone"
+
 
 class Records(ClosedSets, Posting[Record]):
     """`sources` is this engine's own ledger: pages under a pending post are lent to it (guard H14)."""
@@ -77,13 +80,13 @@ class Records(ClosedSets, Posting[Record]):
             return self._drop()
         key = (ping.epoch, ping.rank)
         mine = [record for record in self._by_lender.get(key, {}).values() if self._is_closed(record.leg)]
-        return self._close_unanswered(mine, "the lender closed the transfer")
+        return self._close_unanswered(mine, LENDER_CLOSED)
 
     def _lender_gone(self, event: LenderGone) -> list[Action]:
         self._is_gone(event.epoch)
         legs = [records for key, records in self._by_lender.items() if key[0] == event.epoch]
         mine = [record for records in legs for record in records.values()]
-        return self._close_unanswered(mine, "the decode engine is gone")
+        return self._close_unanswered(mine, LENDER_GONE)
 
     def _close_unanswered(self, records: list[Record], reason: str) -> list[Action]:
         actions: list[Action] = []

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quiesce.core.admission import refuse_pool
-from quiesce.options import ClusterOptions, EngineOptions, SizeOptions
+from quiesce.options import ClusterOptions, EngineOptions, HandOffOptions, RoutingOptions, SizeOptions
 from quiesce.roles.settings import SettingsError
 
 MOST_WORKERS = 64
@@ -25,6 +25,15 @@ def check_cluster(cluster: ClusterOptions) -> None:
     for option, count in (("--prefill", cluster.prefill), ("--decode", cluster.decode)):
         if not 1 <= count <= MOST_WORKERS:
             raise SettingsError(f"{option} must be between 1 and {MOST_WORKERS}, not {count}.")
+
+
+def check_routing(routing: RoutingOptions, hand_off: HandOffOptions) -> None:
+    """Raises SettingsError."""
+    if hand_off.strict_disaggregation and routing.local_prefill_below:
+        raise SettingsError(
+            "--strict-disaggregation says that decode computes no prompt and --local-prefill-below "
+            f"{routing.local_prefill_below} that it does: leave out one of them."
+        )
 
 
 def check_model(folder: Path, sizes: SizeOptions, engine: EngineOptions, workers: int) -> None:

@@ -19,7 +19,7 @@ import zmq
 from quiesce.channel import AsyncLink, KeyPair, LinkEvent
 from quiesce.core.messages import Exited
 from quiesce.ops.console import Console
-from quiesce.ops.preflight import check_cluster, check_model, choose_port
+from quiesce.ops.preflight import check_cluster, check_model, check_routing, choose_port
 from quiesce.ops.probe import http_probe
 from quiesce.ops.run_dir import ROUTER, SUPERVISOR, RunDir
 from quiesce.ops.supervisor import Plan, Supervisor, Timing
@@ -31,6 +31,7 @@ from quiesce.options import (
     HttpOptions,
     ProcessOptions,
     RouterWiring,
+    RoutingOptions,
     SilenceOptions,
     SizeOptions,
     WorkerWiring,
@@ -51,6 +52,7 @@ class Serve:
     sizes: SizeOptions
     engine: EngineOptions
     hand_off: HandOffOptions
+    routing: RoutingOptions
     process: ProcessOptions
 
     @property
@@ -88,6 +90,7 @@ class Notices:
 def serve(asked: Serve) -> int:
     """Runs until Ctrl-C or SIGTERM; returns the exit code. Raises SettingsError or OSError before any start."""
     check_cluster(asked.cluster)
+    check_routing(asked.routing, asked.hand_off)
     _check_children(asked)
     check_model(asked.model, asked.sizes, asked.engine, len(asked.worker_names))
     asked = replace(asked, http=replace(asked.http, port=choose_port(asked.http.host, asked.http.port)))
@@ -106,7 +109,8 @@ def _check_children(asked: Serve) -> None:
     worker_settings(
         "decode", asked.model, asked.name, "", wiring, asked.sizes, asked.engine, asked.hand_off, asked.process
     )
-    router_settings(asked.model, asked.name, RouterWiring("", nowhere), asked.http, SilenceOptions(), asked.process)
+    router = RouterWiring("", nowhere)
+    router_settings(asked.model, asked.name, router, asked.http, SilenceOptions(), asked.routing, asked.process)
 
 
 def _leave(number: int, frame: object) -> None:
@@ -147,7 +151,8 @@ def make_plans(asked: Serve, run_dir: RunDir) -> list[Plan]:
     def router(epoch: int) -> list[str]:
         wiring = RouterWiring(run_dir.registry, run_dir.keys, asked.name)
         silence = SilenceOptions(asked.hand_off.hold_timeout)
-        return [*this, "router", str(asked.model), *arguments(wiring, asked.http, silence, asked.process)]
+        words = arguments(wiring, asked.http, silence, asked.routing, asked.process)
+        return [*this, "router", str(asked.model), *words]
 
     def worker(name: str, role: str) -> Callable[[int], list[str]]:
         def command(epoch: int) -> list[str]:

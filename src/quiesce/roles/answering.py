@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections import deque
 from typing import Any, Literal
 
+from quiesce.core.admission import pages_for
 from quiesce.core.messages import TransferId
 from quiesce.engine.engine import Engine, Result
 from quiesce.roles.generation import Generation, Owner
@@ -27,7 +28,7 @@ class AnsweringWorker(Worker):
             self.legs,
             page_size=settings.page_size,
             eos=frozenset(engine.eos_ids),
-            owner=Owner(self._finished_leg, self.local, self.release),
+            owner=Owner(self._finished_leg, self.local, self.release, self.budget.belongs),
             conservativeness=settings.schedule_conservativeness,
         )
         self.waiting: deque[WorkerLeg] = deque()
@@ -39,6 +40,18 @@ class AnsweringWorker(Worker):
     @abstractmethod
     def release(self, tid: TransferId, reason: str) -> None:
         """The request's hold on its pages ends."""
+
+    def begin_local(self, leg: WorkerLeg) -> bool:
+        """The leg's prompt is computed here. False when the pool has no room for it now."""
+        if not self.generation.fits(leg):
+            return False
+        tid = self.local(pages_for(len(leg.start.token_ids), self.settings.page_size))
+        if tid is None:
+            return False
+        self.waiting.remove(leg)
+        self.generation.admit(leg, tid)
+        self.generation.sequence(tid, computed=0)
+        return True
 
     def give_up(self, leg: WorkerLeg, outcome: Literal["cancelled", "failed"], status: int, reason: str) -> None:
         self.say_end(leg, outcome, status, reason)

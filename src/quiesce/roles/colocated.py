@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-from quiesce.core.admission import pages_for
 from quiesce.core.messages import Sample, TransferId
 from quiesce.engine.engine import Engine
 from quiesce.roles.answering import AnsweringWorker
@@ -31,14 +30,8 @@ class ColocatedWorker(AnsweringWorker):
     def schedule(self) -> None:
         self.generation.resume()
         for leg in sorted(self.waiting, key=lambda leg: leg.start.priority):
-            if not self.generation.fits(leg):
+            if not self.begin_local(leg):
                 return
-            tid = self.local(pages_for(len(leg.start.token_ids), self.settings.page_size))
-            if tid is None:
-                return
-            self.waiting.remove(leg)
-            self.generation.admit(leg, tid)
-            self.generation.sequence(tid, computed=0)
 
     def local(self, pages: int) -> TransferId | None:
         tid = TransferId(self.epoch, self.minted + 1)

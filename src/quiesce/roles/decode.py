@@ -65,6 +65,12 @@ class DecodeWorker(AnsweringWorker):
     # ------------------------------------------------------------ legs
 
     def start(self, leg: WorkerLeg) -> None:
+        if leg.start.local:
+            if self.settings.strict_disaggregation:
+                self.say_end(leg, "refused", 400, "this decode worker computes no prompts (--strict-disaggregation)")
+            else:
+                self.waiting.append(leg)
+            return
         if leg.start.prefill is None:
             self.say_end(leg, "refused", 400, "a decode leg must name its prefill worker")
             return
@@ -95,11 +101,15 @@ class DecodeWorker(AnsweringWorker):
         self.generation.resume()
         for leg in sorted(self.waiting, key=lambda leg: leg.start.priority):
             address = leg.start.prefill
-            assert address is not None
+            if address is None:
+                if not self.begin_local(leg):
+                    return
+                continue
             peer = self.peers.peers.get(address.epoch)
             hopeless = "its prefill worker is gone" if peer is None else self.peers.hopeless(peer)
             if hopeless is not None:
                 self.unpaired += 1
+                self.say_end(leg, "failed", 503, hopeless, fault="peer")
                 self.give_up(leg, "failed", 503, hopeless)
             elif peer is not None and self.peers.ready(peer) and self._turn_of(leg, address.epoch):
                 if not self._offer(leg, address.epoch):
@@ -181,7 +191,7 @@ class DecodeWorker(AnsweringWorker):
             self.transfers_failed += 1
             # Both legs have the request's deadline, and prefill's clock may be the first to say so.
             due = time.monotonic() > leg.arrived + leg.start.deadline_ms / 1000 - DEADLINE_SKEW
-            self.say_end(leg, "failed", 504 if due else 502, f"the hand-off failed: {reason}")
+            self.say_end(leg, "failed", 504 if due else 502, f"the hand-off failed: {reason}", "" if due else "peer")
 
     def fire(self, payload: object) -> None:
         assert isinstance(payload, Fired)

@@ -25,6 +25,7 @@ class Owner:
     finished: Callable[[WorkerLeg, Outcome], None]
     local: Callable[[int], TransferId | None]  # pages for a request that computes its own prompt
     release: Callable[[TransferId, str], None]
+    belongs: Callable[[TransferId, str], None]  # whose the pages of a transfer are
 
 
 class Generation:
@@ -83,6 +84,7 @@ class Generation:
         leg.tid = tid
         self.by_tid[tid] = leg
         self.tids[leg.rid] = tid
+        self.owner.belongs(tid, leg.start.tenant)
 
     def sequence(self, tid: TransferId, *, computed: int, tokens: list[int] | None = None) -> Sequence:
         """Joins the batch with the pages it owns."""

@@ -30,6 +30,7 @@ from quiesce.core.borrower import Event as BorrowerEvent
 from quiesce.core.machine import Action, Arm, Fired, Heard, Opened, Post, Send, Stopped, TryDrain
 from quiesce.core.messages import Await, FirstToken, HandOff, Leg, Ping, Reached, Sample, TransferId
 from quiesce.core.proofs import LeaseKey, Proof, ProofKind
+from quiesce.core.records import LENDER_CLOSED, LENDER_GONE
 from quiesce.engine.engine import Engine, Result
 from quiesce.roles.decode_peers import DecodePeers
 from quiesce.roles.late import Turns
@@ -155,6 +156,7 @@ class PrefillWorker(Worker):
             self.queue.popleft()
             sequence.pages = list(pages)
             assert job.request is not None
+            self.budget.belongs(sequence.tid, job.request.start.tenant)
             job.request.left_queue = time.monotonic()
             alone = sequence.sampling.prompt_logprobs is not None  # they come from computing it
             self.siblings.join(sequence, "" if alone else job.request.start.group)
@@ -266,7 +268,8 @@ class PrefillWorker(Worker):
         else:
             if self.legs.by_rid.get(job.request.rid) is job.request:  # else it had its last word: a cancel
                 self.transfers_failed += 1
-            self.say_end(job.request, "failed", 409 if reason.startswith("pairing: ") else 502, reason)
+            status, fault = _judged(reason)
+            self.say_end(job.request, "failed", status, reason, fault)
 
     def fire(self, payload: object) -> None:
         assert isinstance(payload, Fired)
@@ -322,6 +325,13 @@ class PrefillWorker(Worker):
     def close(self) -> None:
         self.transport.close_all()
         super().close()
+
+
+def _judged(reason: str) -> tuple[int, Literal["", "self", "peer"]]:
+    """Status and fault of a transfer that was stopped here."""
+    if reason.startswith("pairing: "):
+        return 409, ""
+    return 502, "peer" if reason in (LENDER_CLOSED, LENDER_GONE) else "self"
 
 
 def run(settings: WorkerSettings) -> int:

@@ -93,6 +93,10 @@ def worker_samples(worker: Worker) -> list[Sample]:
             counter("lease_closed_total", "Leases closed, by proof", ledger.closed_by[proof], outcome=proof)
             for proof in PROOFS
         ),
+        *(
+            counter("hold_budget_refusals_total", "Requests refused: too much waits for proof", count, budget=budget)
+            for budget, count in worker.budget.refused.items()
+        ),
         counter("lease_opened_total", "Leases opened, those of engine steps included", ledger.opened),
         counter("lease_stale_total", "Proofs that fitted no open lease", ledger.stale),
         counter(

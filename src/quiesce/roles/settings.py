@@ -13,6 +13,8 @@ Expiry = Literal["hold", "release"]
 LogFormat = Literal["text", "json"]
 Reserve = Literal["early", "late"]
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral"]
+Policy = Literal["round-robin", "least-loaded"]
+Failover = Literal["never", "exact", "always"]
 
 
 def new_epoch() -> int:
@@ -59,7 +61,10 @@ class WorkerSettings:
 
     transfer: str = "shm"
     reserve: Reserve = "early"  # when decode takes pages: with the request, or when prefill's queue has reached it
+    strict_disaggregation: bool = False  # decode computes no prompt, whatever the router asks for
     hold_timeout: float = 30.0  # then a fence is asked for; time alone never frees a page
+    max_held: float = 0.4  # share of the pool that holds may have before new work is refused
+    max_held_per_tenant: float = 0.5  # of that: what one tenant's holds may have
     max_retained: float = 0.25  # share of the pool; above it the worker drains and restarts
     on_hold_expiry: Expiry = "hold"
     drain_timeout: float = 10.0
@@ -79,6 +84,8 @@ class WorkerSettings:
         _within("--schedule-conservativeness", self.schedule_conservativeness, 0.0, 1.0)
         _within("--threads", self.threads, 1, 1024)
         _within("--hold-timeout", self.hold_timeout, 0.05, 86_400)
+        _within("--max-held", self.max_held, 0.01, 1.0)
+        _within("--max-held-per-tenant", self.max_held_per_tenant, 0.01, 1.0)
         _within("--max-retained", self.max_retained, 0.0, 1.0)
         _within("--drain-timeout", self.drain_timeout, 0.0, 86_400)
         if not 0 < self.epoch < 1 << 64:
@@ -101,10 +108,20 @@ class RouterSettings:
     request_timeout: float = 600.0
     hold_timeout: float = 30.0  # a worker silent for so long loses its requests; the same as the workers'
     drain_timeout: float = 10.0
+    policy: Policy = "least-loaded"
+    retries: int = 2  # attempts beyond the first, before the first token
+    failover: Failover = "exact"  # which answers go on at another worker after their first token
+    local_prefill_below: int = 0  # prompts of fewer tokens are computed on decode; 0: none
+    breaker_failures: int = 5  # in a row; 0: never
+    breaker_seconds: float = 5.0
     log_level: str = "info"
     log_format: LogFormat = "text"
 
     def __post_init__(self) -> None:
+        _within("--retries", self.retries, 0, 16)
+        _within("--local-prefill-below", self.local_prefill_below, 0, 1 << 24)
+        _within("--breaker-failures", self.breaker_failures, 0, 64)
+        _within("--breaker-seconds", self.breaker_seconds, 0.05, 3600)
         _within("--port", self.port, 0, 65535)
         _within("--max-inflight", self.max_inflight, 1, 1 << 20)
         _within("--max-body", self.max_body, 1024, 1 << 30)

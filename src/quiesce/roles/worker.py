@@ -19,7 +19,6 @@ from typing import Any, Literal
 import zmq
 
 from quiesce.channel import KeyPair, KeyRing, Listener, Received, start_authenticator
-from quiesce.core.admission import check, effective_limit
 from quiesce.core.ledger import Ledger
 from quiesce.core.machine import Action
 from quiesce.core.messages import (
@@ -37,8 +36,7 @@ from quiesce.core.messages import (
 )
 from quiesce.core.pages import PagePool
 from quiesce.engine.engine import Engine, Result
-from quiesce.engine.errors import EngineError
-from quiesce.engine.sampler import check_sampling
+from quiesce.roles.admitting import hold_budget, refusal
 from quiesce.roles.compiling import Compiler
 from quiesce.roles.engine_thread import EngineThread
 from quiesce.roles.legs import Legs, WorkerLeg
@@ -48,6 +46,7 @@ from quiesce.roles.registration import HEARTBEAT, Registration
 from quiesce.roles.report import record, worker_samples
 from quiesce.roles.sequence import Batch, Sequence
 from quiesce.roles.settings import WorkerSettings
+from quiesce.roles.state import identity, state_of
 from quiesce.roles.steps import Listeners, Steps
 from quiesce.roles.timers import Delays, Timers
 
@@ -57,7 +56,7 @@ LONGEST_WAIT = 0.25  # seconds a turn may sleep
 LONGEST_REASON = 2000  # characters
 LAST_WORDS_MS = 1000  # what was sent before the end still goes out
 EXIT_RETAINED = 75  # too many pages retained: a restart is the fence
-ROW_SPARE = 2  # rows per running request: holds keep theirs while new requests run
+SPARE_ROWS = 32  # at least so many beyond the running requests': holds keep theirs while new requests run
 
 
 class Worker(ABC):
@@ -80,7 +79,9 @@ class Worker(ABC):
         self.poller = zmq.Poller()
         self.thread = EngineThread(engine)
         self.compiler = Compiler(engine.grammars)
-        self.ledger = Ledger(PagePool(engine.kv.arena.count), PagePool(settings.max_running * ROW_SPARE, "rows"))
+        rows = settings.max_running + max(settings.max_running, SPARE_ROWS)
+        self.ledger = Ledger(PagePool(engine.kv.arena.count), PagePool(rows, "rows"))
+        self.budget = hold_budget(settings, self.ledger.pool.count, self.ledger.rows.count)
         self.batch = Batch(settings.max_running, settings.chunked_prefill_size)
         self.steps = Steps(
             self.thread,
@@ -99,6 +100,7 @@ class Worker(ABC):
         self._todo: deque[Action] = deque()
         self._acting = False
         self.draining = False
+        self._said_draining = False
         self.drain_until = float("inf")
         self.faults = 0
         for readable in (self.listener.socket, self.registration.link.socket, self.registration.link.monitor):
@@ -167,6 +169,9 @@ class Worker(ABC):
         return EXIT_RETAINED if self.too_much_retained() else 0
 
     def turn(self, longest: float) -> None:
+        if self.draining and not self._said_draining:
+            self._said_draining = True
+            self._guarded(self._heartbeat)  # at once, so that nothing more is sent here
         self.poller.poll(math.ceil(self.timers.wait(longest) * 1000))
         self._guarded(self._receive)
         self._guarded(self.peers_turn)
@@ -237,10 +242,10 @@ class Worker(ABC):
             self.legs.tell(received.sender, self._inspected(message.seq, message.page))
 
     def _start(self, start: Start, router: bytes) -> None:
-        refusal = self._refusal(start)
-        if refusal is not None:
-            self.legs.refuse(start, router, *refusal)
-            log.info("refused: %s", refusal[1], extra={"rid": start.rid, "room": str(start.room)})
+        refused = refusal(self, start)
+        if refused is not None:
+            self.legs.refuse(start, router, *refused)
+            log.info("refused: %s", refused[1], extra={"rid": start.rid, "room": str(start.room)})
             return
         leg = WorkerLeg(start, router, time.monotonic())
         if start.sampling.grammar:
@@ -248,28 +253,6 @@ class Worker(ABC):
         self.legs.open(leg)
         self.timers.after(start.deadline_ms / 1000, ("leg", leg.rid), lambda: self._deadline(leg))
         self.start(leg)
-
-    def _refusal(self, start: Start) -> tuple[int, str] | None:
-        if self.draining:
-            return 503, f"{self.settings.name} is draining"
-        if start.rid in self.legs.by_rid:
-            return 409, f"request {start.rid} is running already"
-        if start.room in self.legs.by_room:
-            return 409, f"room {start.room} is in use"
-        if len(self.legs) >= self.settings.max_queued:
-            return 503, f"{self.settings.name} has {len(self.legs)} requests, its limit"
-        vocabulary = self.engine.model_config.vocab_size
-        if any(not 0 <= token < vocabulary for token in start.token_ids):
-            return 400, f"token ids must be in 0..{vocabulary - 1}"
-        try:
-            check_sampling(start.sampling, vocabulary, self.engine.eos_ids)
-        except EngineError as error:
-            return 400, str(error)
-        if start.resumed and not 0 < start.resumed < min(len(start.token_ids), start.sampling.max_tokens):
-            return 400, f"{start.resumed} tokens of an answer that was begun elsewhere do not fit this request"
-        prompt = len(start.token_ids) - start.resumed
-        refusal = check(prompt, start.sampling.max_tokens, effective_limit(self.limits()))
-        return None if refusal is None else (refusal.status, refusal.reason)
 
     def _compiled(self) -> None:
         for rid, why in self.compiler.failures():
@@ -328,8 +311,16 @@ class Worker(ABC):
                 progress=self.thread.steps,
                 queued=len(self.legs) - len(self.batch),
                 running=len(self.batch),
+                waiting_tokens=self.waiting_tokens(),
+                draining=self.draining,
+                local_prefill=self.role == "decode" and not self.settings.strict_disaggregation,
             )
         )
+
+    def waiting_tokens(self) -> int:
+        """Tokens of prompts that are still to be computed, or to arrive."""
+        queued = sum(len(leg.start.token_ids) for leg in self.legs.by_rid.values() if leg.left_queue is None)
+        return queued + sum(len(s.tokens) - s.computed for s in self.batch.members.values() if s.prefilling)
 
     @property
     def fault_count(self) -> int:
@@ -342,37 +333,12 @@ class Worker(ABC):
     def _observed(self, *change: Any) -> None:
         self.ownership.observe(*change)
         self.holds.observe(*change)
+        self.budget.observe(*change)
 
     def _inspected(self, seq: int, page: int | None) -> Inspected:
         if page is not None:
-            whose = {"role": self.role, "name": self.settings.name, "epoch": f"{self.epoch:016x}"}
-            return Inspected(seq, [], {**whose, **self.ownership.about(page)})
-        samples = worker_samples(self) + self.samples()
-        census = self.ledger.census()
-        state = {
-            "role": self.role,
-            "name": self.settings.name,
-            "epoch": f"{self.epoch:016x}",
-            "pid": os.getpid(),
-            "pages": {field: getattr(census, field) for field in census.__slots__},
-            "not_idle": self.ledger.not_idle(),
-            "legs": len(self.legs),
-            "running": len(self.batch),
-            "timers": len(self.timers),
-            "threads": self.threads(),
-            "fds": len(os.listdir("/proc/self/fd")),
-            "steps": self.thread.steps,
-            "prompt_tokens_computed": self.steps.prompt_tokens_computed,
-            "faults": self.fault_count,
-            "legs_started": self.legs.started,
-            "legs_ended": dict(self.legs.ended),
-            "closed_by": dict(self.ledger.closed_by),
-            "leases_opened": self.ledger.opened,
-            "step_leases": self.ledger.steps,
-            "unsound": self.ledger.unsound,
-            **self.tables(),
-        }
-        return Inspected(seq, samples, state)
+            return Inspected(seq, [], {**identity(self), **self.ownership.about(page)})
+        return Inspected(seq, worker_samples(self) + self.samples(), state_of(self))
 
     @staticmethod
     def threads() -> int:

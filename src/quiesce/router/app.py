@@ -19,6 +19,8 @@ from quiesce.api.generate import Front, FrontLimits
 from quiesce.api.metrics import FrontMetrics
 from quiesce.api.server import make_app
 from quiesce.ops.logs import configure_logging
+from quiesce.router.attempts import Rules
+from quiesce.router.breaker import BreakerRules
 from quiesce.router.dispatch import Dispatcher
 from quiesce.router.links import Links
 from quiesce.router.registry import Patience, Registry
@@ -51,7 +53,9 @@ class Router:
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         self._socket = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
         self.host, self.port = self._socket.getsockname()[:2]
-        self.dispatcher = Dispatcher(Registry(patience or Patience.for_hold_timeout(settings.hold_timeout)))
+        rules = _rules(settings, text)
+        patience = patience or Patience.for_hold_timeout(settings.hold_timeout)
+        self.dispatcher = Dispatcher(Registry(patience, rules.breaker), rules)
         try:
             self.links = Links(settings.registry, settings.keys, self.dispatcher)
         except BaseException:
@@ -95,6 +99,18 @@ class Router:
             await self.dispatcher.drain(self._settings.drain_timeout)
         finally:
             self._server.should_exit = True
+
+
+def _rules(settings: RouterSettings, text: TextModel) -> Rules:
+    return Rules(
+        policy=settings.policy,
+        retries=settings.retries,
+        failover=settings.failover,
+        local_prefill_below=settings.local_prefill_below,
+        breaker=BreakerRules(settings.breaker_failures, settings.breaker_seconds),
+        eos=frozenset(text.eos_ids),
+        deadline=settings.request_timeout,
+    )
 
 
 def run(settings: RouterSettings) -> int:

@@ -8,16 +8,13 @@ as an answer already begun, so that nothing is repeated, skipped or drawn twice.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import msgspec
 
 from quiesce.api.backend import Ask, Verdict
 from quiesce.core.messages import Address, Start
+from quiesce.roles.settings import Failover, Policy
 from quiesce.router.breaker import BreakerRules
-from quiesce.router.pairing import Policy
-
-Failover = Literal["never", "exact", "always"]
 
 RETRY_SHARE = 0.1  # attempts beyond the first that the long run of requests may cost
 RETRY_BURST = 16.0

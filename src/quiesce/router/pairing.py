@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 from quiesce.core.messages import Codec, Fingerprint
+from quiesce.roles.settings import Policy
 from quiesce.router.registry import Patience, Worker
-
-Policy = Literal["round-robin", "least-loaded"]
 
 # A prompt travels in one message; the longest token id takes 5 bytes, and 64 KiB are left for everything else.
 MESSAGE_TOKENS = (Codec.MAX_BYTES - (64 << 10)) // 5
