@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from quiesce.core.admission import check, effective_limit
@@ -21,6 +22,7 @@ def hold_budget(settings: WorkerSettings, pages: int, rows: int) -> HoldBudget:
         pages=int(pages * settings.max_held),
         rows=rows - settings.max_running,
         tenant_share=settings.max_held_per_tenant,
+        now=time.monotonic,
     )
 
 

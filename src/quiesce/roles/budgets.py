@@ -6,7 +6,6 @@ only those that have lasted longer than `GRACE` count, so that a burst of aborts
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ class HoldBudget:
     pages: int
     rows: int
     tenant_share: float
-    now: Callable[[], float] = lambda: time.monotonic()
+    now: Callable[[], float]
     refused: Counter[str] = field(default_factory=lambda: Counter({"all": 0, "tenant": 0}))
     _tenants: dict[TransferId, str] = field(default_factory=dict)  # of holdings that have one, ended or not
     _held: dict[TransferId, tuple[float, int]] = field(default_factory=dict)  # since when, pages; the oldest first
