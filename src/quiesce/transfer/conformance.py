@@ -101,8 +101,9 @@ class Near:
         return [lost for lost in self.lost if lost.peer_epoch == epoch]
 
     def grant(self, epoch: int, pages: list[int] = ALL) -> list[Any]:
-        generation = self.transport.generation(epoch)
-        require(generation is not None, "no generation although the peer is attached")
+        """Lends the pages to the peer."""
+        generation = self.transport.lend(epoch, pages)
+        require(generation is not None, "nothing can be lent although the peer is attached")
         return [self.region, generation, pages]
 
     def holds(self, page: int, value: int) -> bool:
@@ -264,7 +265,7 @@ def fence_is_final(bench: Bench, times: int = 10) -> None:
         covers = proof.peer_epoch == poster.epoch and generation <= proof.generation
         require(covers and proof.kind == "fenced", f"a proof of something else: {proof}")
         bench.watch_for_late(lender, "fence")
-        newer = bench.until(lambda: lender.transport.generation(poster.epoch), "the peer to attach again")
+        newer = bench.until(lambda: lender.transport.lend(poster.epoch, ALL), "the peer to attach again")
         require(newer > proof.generation, f"generation {newer} was fenced already: {proof}")
         bench.watch_for_late(lender, "posts under the fenced grant after the peer attached again")
         again = lender.transport.fence(poster.epoch, generation)
@@ -304,7 +305,7 @@ def death_of_the_lender_ends_posts(bench: Bench) -> None:
     mortal, poster, other = bench.far(), bench.far(), bench.near()
     poster.fill(1)
     peer = poster.connect(mortal.descriptor(poster.epoch))
-    generation = bench.until(lambda: mortal.generation(poster.epoch), "the peer to attach")
+    generation = bench.until(lambda: mortal.lend(poster.epoch, ALL), "the peer to attach")
     poster.storm(peer, ALL, [0, generation, ALL])
     bench.until(lambda: poster.storm_ends()["PLACED"], "writes to land")
     mortal.kill()

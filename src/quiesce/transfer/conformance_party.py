@@ -65,8 +65,11 @@ class Party:
 
     # ------------------------------------------------------------ commands
 
-    def descriptor(self, epoch: int) -> str:
-        return self._transport.descriptor(epoch).hex()
+    def descriptor(self, peer_epoch: int) -> str:
+        return self._transport.descriptor(peer_epoch).hex()
+
+    def lend(self, peer_epoch: int, pages: list[int]) -> int | None:
+        return self._transport.lend(peer_epoch, pages)
 
     def fill(self, value: int) -> None:
         """Page i becomes all bytes (value + i) % 251."""

@@ -1,0 +1,244 @@
+"""TCP between hosts: the process that owns the pages places the bytes itself, so its fence is exact.
+
+Bytes are received straight into the pool and sent straight from it, on threads, over several connections a peer.
+What the two sides can prove:
+
+* PLACED: the lender has received every byte into its page, and said so.
+* FAILED_CLEAN: refused by the lender, or its connections were lost and it has since said, by taking new ones, that
+  the old ones have ended; or nobody listens at its address any more, which is fresh for each process.
+* UNKNOWN: only for what is under way when the transport itself is closed.
+* The death of a poster is no fence: what is in the lender's socket buffers is still to come. `fence` is one: it
+  shuts the gates of those pages and waits for the one system call that may be under way; later bytes go nowhere.
+  Nothing has to be known of the poster for it, which may be dead, stopped or out of reach.
+"""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from quiesce.core.messages import Grant
+from quiesce.core.posting import Outcome
+from quiesce.transfer import tcp_wire as wire
+from quiesce.transfer.arena import shared_arena
+from quiesce.transfer.inbox import Inbox
+from quiesce.transfer.interface import (
+    Access,
+    Arena,
+    Capabilities,
+    FenceProof,
+    Peer,
+    PeerLost,
+    Post,
+    Region,
+    Transport,
+)
+from quiesce.transfer.tcp_lender import TcpLender
+from quiesce.transfer.tcp_poster import TcpPoster
+from quiesce.transfer.tcp_wire import Kind
+from quiesce.transfer.watch import Watch
+
+CAPABILITIES = Capabilities(
+    name="tcp",
+    push=True,
+    pull=True,
+    gather=True,
+    notify=False,
+    failure_is_terminal=True,
+    cancels_queued=True,
+    blocking_post=False,
+    drain="per_post",
+    fence="page",
+    fence_cost="us",
+    placed_means="visible",
+)
+CLOSE_SECONDS = 2.0
+WILDCARDS = ("", "0.0.0.0", "::", "*")
+
+
+class Tls(msgspec.Struct, frozen=True):
+    """PEM files. Both sides show a certificate, and take one that `ca` has signed."""
+
+    cert: Path
+    key: Path
+    ca: Path
+
+    def contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+        """(for the lender, for the poster). Raises ValueError naming the file that does not do."""
+        made = []
+        for purpose in (ssl.Purpose.CLIENT_AUTH, ssl.Purpose.SERVER_AUTH):
+            try:
+                context = ssl.create_default_context(purpose, cafile=str(self.ca))
+                context.load_cert_chain(self.cert, self.key)
+            except (OSError, ssl.SSLError) as error:
+                raise ValueError(f"TLS for tcp: {self.cert}, {self.key} or {self.ca}: {error}") from error
+            context.check_hostname = False  # peers are known by the authority and the descriptor's secret
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            made.append(context)
+        return made[0], made[1]
+
+
+class TcpTransport(Transport):
+    """Lends and posts pages of one arena. `host`: the address of this host that peers reach, and the only one that is
+    listened at. `lanes`: connections a peer, each with a thread at either end. Raises ValueError for settings that
+    cannot work."""
+
+    caps = CAPABILITIES
+
+    def __init__(
+        self,
+        epoch: int,
+        *,
+        host: str = "127.0.0.1",
+        lanes: int = 2,
+        max_transfer_pages: int = 1024,
+        max_open_posts: int = 4096,
+        max_peers: int = 256,
+        tls: Tls | None = None,
+    ) -> None:
+        if host in WILDCARDS:
+            raise ValueError(f"tcp listens at one address that its peers reach, not at {host!r}: name it")
+        if not 1 <= lanes <= wire.MAX_LANES:
+            raise ValueError(f"lanes is {lanes}, must be in 1..{wire.MAX_LANES}")
+        if not 1 <= max_transfer_pages <= wire.MAX_JOB_PAGES:
+            raise ValueError(f"max_transfer_pages is {max_transfer_pages}, must be in 1..{wire.MAX_JOB_PAGES}")
+        server, client = (None, None) if tls is None else tls.contexts()
+        self._watch = Watch()
+        self._inbox = Inbox(self._watch)
+        self._lender = TcpLender(self._watch, self._inbox, epoch, host, max_peers, lanes, server)
+        self._poster = TcpPoster(self._watch, self._inbox, max_transfer_pages, max_open_posts, max_peers, client)
+        self._arena: Arena | None = None
+        self._newest_read: dict[int, int] = {}  # lender's epoch -> newest generation that we read under
+        self._closed = False
+
+    def fileno(self) -> int:
+        return self._watch.fileno()
+
+    def register(self, arena: Arena) -> Region:
+        if self._arena is not None:
+            raise ValueError("this transport has its arena already")
+        if not arena.pages.flags.c_contiguous:
+            raise ValueError("tcp needs an arena whose pages lie one after the other")
+        self._arena = arena
+        self._lender.lend_arena(arena)
+        self._poster.use(arena)
+        return Region(0, arena.count, arena.page_bytes)
+
+    # ------------------------------------------------------------ the side whose memory is touched
+
+    def descriptor(self, peer_epoch: int | None = None) -> bytes:
+        return msgspec.msgpack.encode(self._lender.descriptor(peer_epoch))
+
+    def generation(self, peer_epoch: int) -> int | None:
+        return self._lender.generation(peer_epoch)
+
+    def lend(
+        self, peer_epoch: int, pages: Sequence[int], *, access: Access = "write", generation: int | None = None
+    ) -> int | None:
+        return self._lender.lend(peer_epoch, tuple(pages), access, generation)
+
+    def withdraw(self, peer_epoch: int, generation: int) -> None:
+        self._lender.withdraw(peer_epoch, generation)
+
+    def fence(
+        self, peer_epoch: int, generation: int | None = None, pages: frozenset[int] | None = None
+    ) -> FenceProof | None:
+        """Always to be had, at once: for posts into our pages, and for our own reads into them."""
+        newest = max(self._lender.permits.newest, self._newest_read.get(peer_epoch, 0))
+        generation = newest if generation is None else generation
+        if generation > newest:  # never handed out: nothing to revoke, nothing to prove
+            return None
+        self._lender.revoke(peer_epoch, generation, pages)
+        self._poster.fence_reads(peer_epoch, generation, pages)
+        return FenceProof("fenced", peer_epoch, generation, pages)
+
+    def gone(self, peer_epoch: int) -> FenceProof | None:
+        """A dead poster's bytes may still be on their way: `fence` is what proves something."""
+        return None
+
+    def consume_barrier(self, pages: Sequence[int]) -> None:
+        """Nothing to wait for: the bytes were stored by this process."""
+
+    # ------------------------------------------------------------ both sides
+
+    def events(self) -> list[PeerLost]:
+        self._turn()
+        lost = self._lender.lost + self._poster.lost
+        self._lender.lost, self._poster.lost = [], []
+        self._settle()
+        return lost
+
+    def counters(self) -> dict[str, int]:
+        return dict(
+            Counter(self._poster.counters) + self._lender.counters + Counter(late_bytes=self._lender.late_bytes())
+        )
+
+    # ------------------------------------------------------------ the side that posts
+
+    def connect(self, descriptor: bytes, own_epoch: int) -> Peer:
+        return self._poster.connect(descriptor, own_epoch)
+
+    def write(self, peer: Peer, src_pages: Sequence[int], dst_pages: Sequence[int], grant: Grant) -> Post:
+        post = self._poster.post(Kind.WRITE, peer, src_pages, dst_pages, grant)
+        self._settle()
+        return post
+
+    def read(self, peer: Peer, dst_pages: Sequence[int], src_pages: Sequence[int], grant: Grant) -> Post:
+        known = self._newest_read
+        known[peer.epoch] = max(grant.generation, known.pop(peer.epoch, 0))  # newest last
+        if len(known) > 4096:
+            del known[next(iter(known))]
+        post = self._poster.post(Kind.READ, peer, dst_pages, src_pages, grant)
+        self._settle()
+        return post
+
+    def poll(self) -> list[tuple[Post, Outcome]]:
+        self._turn()
+        ended, self._poster.ended = self._poster.ended, []
+        self._settle()
+        return ended
+
+    def try_cancel(self, post: Post) -> bool:
+        return self._poster.try_cancel(post)
+
+    def drain(self, peer: Peer) -> bool:
+        return self._poster.open_posts(peer) == 0
+
+    def disconnect(self, peer: Peer) -> None:
+        self._poster.disconnect(peer)
+        self._settle()
+
+    def close_all(self) -> None:
+        if self._closed:
+            return
+        self._poster.close()
+        self._lender.close()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while self._poster.busy and time.monotonic() < deadline:
+            self._watch.turn(0.05)
+        self._closed = True
+        self._inbox.close()
+        self._watch.close()
+
+    def _turn(self) -> None:
+        if self._closed:
+            return
+        self._watch.turn()
+        self._poster.tick(time.monotonic())
+
+    def _settle(self) -> None:
+        if self._closed:
+            return
+        self._watch.flag(bool(self._lender.lost or self._poster.lost or self._poster.ended))
+        self._watch.alarm(self._poster.next_deadline())
+
+
+def factory(run_dir: Path, epoch: int, pages: int, page_bytes: int) -> tuple[TcpTransport, Arena]:
+    """For the conformance suite: `quiesce.transfer.tcp:factory`."""
+    return TcpTransport(epoch, max_transfer_pages=100), shared_arena(pages, page_bytes)
