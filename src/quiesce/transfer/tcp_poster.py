@@ -8,23 +8,20 @@ one, or by being gone, that nothing of them lands any more: then they end FAILED
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import ssl
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
-
-import msgspec
 
 from quiesce.core.messages import Grant
 from quiesce.core.posting import Outcome
-from quiesce.transfer import tcp_wire as wire
 from quiesce.transfer.inbox import Inbox
 from quiesce.transfer.interface import Arena, Peer, PeerLost, Post
 from quiesce.transfer.tcp_lane import Job, Lane, Sum, Way
-from quiesce.transfer.tcp_stream import Gate, page_views
+from quiesce.transfer.tcp_target import Target, read_descriptor, refusal, split
 from quiesce.transfer.tcp_wire import Closed, Kind, Malformed, Status
 from quiesce.transfer.watch import Watch
 
@@ -35,33 +32,6 @@ SAID: dict[int, str] = {
     Status.NOT_OFFERED: "the lender has not offered that",
     Status.REVOKED: "it was fenced on its way",
 }
-
-_DescriptorDecoder = msgspec.msgpack.Decoder(wire.Descriptor)
-
-
-@dataclass(eq=False)
-class Target:
-    """One lender. `over`: no more posts; it stays until what was sent has ended."""
-
-    peer: Peer
-    lender: wire.Descriptor
-    own_epoch: int
-    lanes: list[Lane] = field(default_factory=list)
-    attachment: int = 0
-    generation: int = 0
-    up: set[int] = field(default_factory=set)  # lanes of the attachment that stand
-    losing: str | None = None  # why, while the lanes of a lost attachment end
-    final: bool = False
-    over: bool = False
-    reads: bool = False
-    retry_at: float | None = None
-    tries: int = 0
-    unsettled: list[Job] = field(default_factory=list)  # sent on an attachment that was lost
-    posts: deque[Sum] = field(default_factory=deque)  # in the order posted: their ends are told in it
-
-    @property
-    def attached(self) -> bool:
-        return len(self.up) == self.lender.lanes and self.losing is None
 
 
 class TcpPoster:
@@ -83,7 +53,8 @@ class TcpPoster:
         self._targets: dict[int, Target] = {}  # by Peer.number
         self._owners: dict[Lane, Target] = {}
         self._open: dict[int, tuple[Sum, list[tuple[Lane, Job]]]] = {}  # by Post.id
-        self._last_number = self._last_id = self._last_attachment = 0
+        self._last_number = self._last_attachment = 0
+        self._ids = itertools.count(1)
         self._closed = False
         self.ended: list[tuple[Post, Outcome]] = []
         self.lost: list[PeerLost] = []
@@ -96,7 +67,9 @@ class TcpPoster:
     # ------------------------------------------------------------ connections
 
     def connect(self, descriptor: bytes, own_epoch: int) -> Peer:
-        lender = self._read_descriptor(descriptor)
+        if self._arena is None:
+            raise ValueError("register an arena before connecting")
+        lender = read_descriptor(descriptor, self._arena, self._tls is not None)
         for known in self._targets.values():
             if known.lender == lender and known.own_epoch == own_epoch and not known.over:
                 return known.peer
@@ -107,24 +80,6 @@ class TcpPoster:
         self._targets[target.peer.number] = target
         self._attach(target)
         return target.peer
-
-    def _read_descriptor(self, descriptor: bytes) -> wire.Descriptor:
-        if self._arena is None:
-            raise ValueError("register an arena before connecting")
-        try:
-            lender = _DescriptorDecoder.decode(descriptor)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ValueError(f"not the descriptor of a tcp transport: {error}") from error
-        if lender.kind != "tcp" or not 0 < lender.port < 1 << 16 or not 1 <= lender.lanes <= wire.MAX_LANES:
-            raise ValueError(f"not the descriptor of a tcp transport: {lender.kind!r}, port {lender.port}")
-        if lender.page_bytes != self._arena.page_bytes:
-            raise ValueError(f"pages of {lender.page_bytes} bytes there, {self._arena.page_bytes} here")
-        if not 1 <= lender.pages < 2**31:
-            raise ValueError(f"a lender cannot have {lender.pages} pages")
-        if lender.tls != (self._tls is not None):
-            here, there = ("with", "without") if self._tls else ("without", "with")
-            raise ValueError(f"tcp {there} TLS there, {here} TLS here: give both sides --transfer-tls, or none")
-        return lender
 
     def _attach(self, target: Target) -> None:
         """A new set of connections, under a number that ends the one before at the lender."""
@@ -282,11 +237,11 @@ class TcpPoster:
 
     def post(self, kind: Kind, peer: Peer, own: Sequence[int], remote: Sequence[int], grant: Grant) -> Post:
         self.counters["posts"] += 1
-        post = Post(self._next_id(), peer)
+        post = Post(next(self._ids), peer)
         target = self._targets.get(peer.number)
-        refusal = self._refusal(target, own, remote, grant)
-        if refusal is not None or target is None:
-            log.info("post %d to epoch %x refused, nothing was touched: %s", post.id, peer.epoch, refusal)
+        refused = self._refusal(target, own, remote, grant)
+        if refused is not None or target is None:
+            log.info("post %d to epoch %x refused, nothing was touched: %s", post.id, peer.epoch, refused)
             self._tell(post, Outcome.FAILED_CLEAN)
             return post
         if not len(own):
@@ -295,9 +250,11 @@ class TcpPoster:
         if kind is Kind.READ and not target.reads:
             self._begin_reads(target)
         total = Sum(post, 0)
-        jobs = []
+        assert self._arena is not None
+        jobs: list[tuple[Lane, Job]] = []
         for lane in target.lanes:
-            jobs += [(lane, job) for job in self._split(total, kind, lane, own, remote, grant)]
+            limits = (self._memory, self._arena.page_bytes, self._max_transfer_pages, self._ids)
+            jobs += [(lane, job) for job in split(*limits, total, kind, lane, own, remote, grant)]
         total.left = len(jobs)
         self._open[post.id] = (total, jobs)
         target.posts.append(total)
@@ -314,52 +271,13 @@ class TcpPoster:
                 self._watch.remove(lane.stream.fileno())
                 lane.receive_reads()
 
-    def _split(
-        self, total: Sum, kind: Kind, lane: Lane, own: Sequence[int], remote: Sequence[int], grant: Grant
-    ) -> list[Job]:
-        """The lane's share in jobs of at most `max_transfer_pages` (guard L8)."""
-        assert self._arena is not None
-        landing = remote if kind is Kind.WRITE else own
-        mine = [i for i, page in enumerate(landing) if page % lane.way.lanes == lane.way.lane]
-        jobs = []
-        for start in range(0, len(mine), self._max_transfer_pages):
-            part = mine[start : start + self._max_transfer_pages]
-            here = [own[i] for i in part]
-            job = Job(
-                id=self._next_id(),
-                total=total,
-                kind=kind,
-                region=grant.region,
-                generation=grant.generation,
-                remote=tuple(remote[i] for i in part),
-                views=page_views(self._memory, self._arena.page_bytes, here),
-            )
-            if kind is Kind.READ:
-                job.gate = Gate(frozenset(here))
-            jobs.append(job)
-        return jobs
-
-    def _next_id(self) -> int:
-        self._last_id += 1
-        return self._last_id
-
     def _refusal(self, target: Target | None, own: Sequence[int], remote: Sequence[int], grant: Grant) -> str | None:
-        if target is None or target.over:
-            return "the connection is closed or its lender is gone"
-        if not target.lanes or target.losing is not None:
-            return "the connection is being made anew"
+        if target is None:
+            return "the connection is closed"
         if len(self._open) >= self._max_open_posts:
             return f"{self._max_open_posts} posts are open already"
-        if len(own) != len(remote):
-            return f"{len(own)} own pages for {len(remote)} of the peer's"
         assert self._arena is not None
-        if len(own) and (min(own) < 0 or max(own) >= self._arena.count):
-            return f"a page is outside 0..{self._arena.count - 1}"
-        if len(remote) and (min(remote) < 0 or max(remote) >= target.lender.pages):
-            return f"a page of the peer's is outside 0..{target.lender.pages - 1}"
-        if not frozenset(grant.pages).issuperset(remote):
-            return "a page is not in the grant"
-        return None
+        return refusal(target, self._arena.count, own, remote, grant)
 
     def _job_over(self, target: Target, job: Job, reason: str | None) -> None:
         total = job.total
