@@ -17,7 +17,9 @@ from quiesce.roles.settings import (
     Expiry,
     Failover,
     LogFormat,
+    NativeLevel,
     Policy,
+    Quantization,
     Reserve,
     Role,
     RouterSettings,
@@ -124,9 +126,24 @@ class EngineOptions:
     dtype: Annotated[Dtype, Parameter(group=ENGINE, help="Of weights and KV cache.")] = "bfloat16"
     deterministic: Annotated[
         bool,
-        Parameter(group=ENGINE, help="A request's tokens do not depend on what else is in the batch. Slower."),
+        Parameter(
+            group=ENGINE,
+            help="A request's tokens do not depend on what else is in the batch. Free with the native step, slower "
+            "without.",
+        ),
     ] = False
     threads: Annotated[int, Parameter(group=ENGINE, help="CPU threads of each engine.")] = 1
+    quantization: Annotated[
+        Quantization,
+        Parameter(group=ENGINE, help="int8: weights as 8-bit numbers, half the memory to read. Same on all workers."),
+    ] = "none"
+    native_level: Annotated[
+        NativeLevel,
+        Parameter(
+            group=ENGINE,
+            help="Instruction set of the native CPU step: by default the best one here; off runs plain PyTorch.",
+        ),
+    ] = "auto"
 
 
 @Parameter(name="*")
@@ -334,6 +351,8 @@ def worker_settings(
         dtype=engine.dtype,
         deterministic=engine.deterministic,
         threads=engine.threads,
+        quantization=engine.quantization,
+        native_level=engine.native_level,
         context_length=sizes.context_length,
         page_size=sizes.page_size,
         max_total_tokens=sizes.max_total_tokens,

@@ -1,4 +1,5 @@
-"""One tiny model for the whole folder, and the same weights in transformers."""
+"""One tiny model for the whole folder, the same weights in transformers, and engines: the best step of this machine,
+and plain PyTorch."""
 
 from pathlib import Path
 
@@ -29,3 +30,13 @@ def engine(tiny: Path) -> Engine:
 @pytest.fixture(scope="session")
 def exact_engine(tiny: Path) -> Engine:
     return Engine(tiny, dtype="float32", page_size=16, pool_pages=256, deterministic=True)
+
+
+@pytest.fixture(scope="session")
+def plain_engine(tiny: Path) -> Engine:
+    return Engine(tiny, dtype="float32", page_size=16, pool_pages=128, native_level="off")
+
+
+@pytest.fixture(scope="session")
+def plain_exact_engine(tiny: Path) -> Engine:
+    return Engine(tiny, dtype="float32", page_size=16, pool_pages=256, deterministic=True, native_level="off")

@@ -12,6 +12,7 @@ from quiesce.engine.batch import Row
 from quiesce.engine.engine import Engine
 from tiny_model import make_tiny_llama
 
+EVERY = ["engine", "plain_engine", "plain_exact_engine"]
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -21,7 +22,7 @@ def expected(reference: LlamaForCausalLM, prompt: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200])
-@pytest.mark.parametrize("which", ["engine", "exact_engine"])
+@pytest.mark.parametrize("which", EVERY)
 def test_a_whole_prompt_gives_the_logits_of_transformers(
     request: pytest.FixtureRequest, reference: LlamaForCausalLM, which: str, length: int
 ) -> None:
@@ -31,7 +32,7 @@ def test_a_whole_prompt_gives_the_logits_of_transformers(
     np.testing.assert_allclose(logits, expected(reference, prompt)[-1], **CLOSE)
 
 
-@pytest.mark.parametrize("which", ["engine", "exact_engine"])
+@pytest.mark.parametrize("which", EVERY)
 @pytest.mark.parametrize(
     "chunks", [[16, 16, 1], [15, 2, 16], [1, 1, 1, 30], [64, 64, 5], [100, 28, 1], [7] * 19, [1] * 33]
 )
@@ -44,7 +45,7 @@ def test_a_chunked_prompt_gives_the_logits_of_transformers(
     np.testing.assert_allclose(logits, expected(reference, prompt)[-1], **CLOSE)
 
 
-@pytest.mark.parametrize("which", ["engine", "exact_engine"])
+@pytest.mark.parametrize("which", EVERY)
 def test_every_row_of_a_mixed_step_gives_the_logits_of_transformers(
     request: pytest.FixtureRequest, reference: LlamaForCausalLM, which: str
 ) -> None:
@@ -70,7 +71,7 @@ def test_every_row_of_a_mixed_step_gives_the_logits_of_transformers(
     assert tokens[3] == int(expected(reference, prompts[3])[-1].argmax())
 
 
-@pytest.mark.parametrize("which", ["engine", "exact_engine"])
+@pytest.mark.parametrize("which", EVERY)
 def test_rubbish_in_pages_of_others_and_in_unused_slots_changes_nothing(
     request: pytest.FixtureRequest, which: str
 ) -> None:
@@ -87,13 +88,14 @@ def test_rubbish_in_pages_of_others_and_in_unused_slots_changes_nothing(
 @pytest.mark.parametrize("page_size", [1, 8, 32, 128])
 def test_the_page_size_does_not_matter(tiny: Path, reference: LlamaForCausalLM, page_size: int) -> None:
     prompt = prompt_of(130, seed=2)
-    for deterministic in (False, True):
+    for native, deterministic in (("auto", False), ("off", False), ("off", True)):
         engine = Engine(
             tiny,
             dtype="float32",
             page_size=page_size,
             pool_pages=300 // page_size + 1,
             deterministic=deterministic,
+            native_level=native,
         )
         logits = last_logits(engine, prompt, [100, 29, 1], scattered_pages(engine, 130))
         np.testing.assert_allclose(logits, expected(reference, prompt)[-1], **CLOSE)
@@ -115,11 +117,11 @@ def test_tied_heads_more_groups_and_llama3_scaling_agree_with_transformers(tmp_p
     np.testing.assert_allclose(logits, expected(theirs, prompt)[-1], rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("native", "deterministic"), [("auto", False), ("off", False), ("off", True)])
 def test_bfloat16_is_as_close_to_fp32_as_that_of_transformers(
-    tiny: Path, reference: LlamaForCausalLM, deterministic: bool
+    tiny: Path, reference: LlamaForCausalLM, native: str, deterministic: bool
 ) -> None:
-    engine = Engine(tiny, dtype="bfloat16", pool_pages=32, deterministic=deterministic)
+    engine = Engine(tiny, dtype="bfloat16", pool_pages=32, deterministic=deterministic, native_level=native)
     theirs = LlamaForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16).eval()
     ours = peer = 0.0
     for seed in range(8):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from quiesce.engine.engine import Engine
-from quiesce.engine.model import rows_that_differ
+from quiesce.engine.model import Model, rows_that_differ
 from quiesce.engine.product import pack, packable, packed, product
 from quiesce.engine.weights import LayerWeights, Weights
 
@@ -38,6 +38,9 @@ def test_packing_leaves_a_tied_embedding_to_be_read_by_row() -> None:
         assert all(matrix.is_mkldnn for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down, weights.head))
 
 
-def test_deterministic_engines_use_matrices_that_round_a_row_the_same_in_any_batch(exact_engine: Engine) -> None:
-    for matrix, bias in exact_engine._model.weights.products():
+def test_deterministic_engines_use_matrices_that_round_a_row_the_same_in_any_batch(
+    plain_exact_engine: Engine,
+) -> None:
+    assert isinstance(plain_exact_engine._model, Model)
+    for matrix, bias in plain_exact_engine._model.weights.products():
         assert rows_that_differ(matrix, torch.empty(matrix.shape), bias) is None

@@ -279,7 +279,8 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Register(Message, frozen=True):
-    """Worker -> router, repeated as a heartbeat. `progress` stands still when the engine loop does."""
+    """Worker -> router, repeated as a heartbeat. `progress` stands still when the engine loop does; `step` says, for
+    people, what computes."""
 
     role: Literal["prefill", "decode", "colocated"]
     address: Address
@@ -291,6 +292,7 @@ class Register(Message, frozen=True):
     waiting_tokens: int = 0  # prompt tokens that are still to be computed here, or to arrive
     draining: bool = False  # takes no new work
     local_prefill: bool = False  # a decode worker that computes prompts of its own when asked to
+    step: str = ""
 
 
 class Registered(Message, frozen=True):

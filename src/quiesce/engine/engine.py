@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from quiesce.core.messages import Sampling, TokenLogprob
-from quiesce.engine.attention import EXACT_BLOCK
-from quiesce.engine.batch import Batch, Row, check_rows, plan
+from quiesce.engine.batch import Batch, Row, check_rows
 from quiesce.engine.config import dtype_of, read_config
 from quiesce.engine.errors import EngineError, NonFiniteLogits
 from quiesce.engine.fingerprint import fingerprint
@@ -19,10 +18,14 @@ from quiesce.engine.grammar import Grammars
 from quiesce.engine.kv import KVPool
 from quiesce.engine.logprobs import token_logprob
 from quiesce.engine.model import Model
+from quiesce.engine.native.library import AUTO, choose
+from quiesce.engine.native.model import Flat, NativeModel
 from quiesce.engine.penalties import needs_history
+from quiesce.engine.quantize import round_to_int8
 from quiesce.engine.sampler import Sampled, check_sampling, sample
 from quiesce.engine.weights import load_weights
 
+QUANTIZATIONS = ("none", "int8")
 SCORED_AT_ONCE = 64  # positions whose logits are held at a time for prompt log-probabilities
 
 
@@ -52,10 +55,13 @@ class Engine:
         deterministic: bool = False,
         threads: int = 1,
         context_length: int | None = None,
+        quantization: str = "none",
+        native_level: str = AUTO,
     ) -> None:
         """Load `model_dir` and allocate the pool. Raises EngineError for what cannot be run.
 
-        `context_length` (tokens) may be below the model's own, never above.
+        `context_length` (tokens) may be below the model's own, never above. `quantization` is one of
+        QUANTIZATIONS, `native_level` as in `native.library.choose`; `how` then says which step it is.
         """
         torch.set_num_threads(threads)
         self.model_config = read_config(Path(model_dir))
@@ -65,23 +71,31 @@ class Engine:
                 f"context length {self.context_length} is not within the model's {self.model_config.context_length}"
             )
         self.eos_ids = self.model_config.eos_ids
-        self.fingerprint = fingerprint(self.model_config, dtype, page_size)
+        if quantization not in QUANTIZATIONS:
+            raise EngineError(f"quantization {quantization!r} is none of {', '.join(QUANTIZATIONS)}")
+        self.fingerprint = fingerprint(self.model_config, dtype, page_size, quantization)
+        self.deterministic, self._device = deterministic, torch.device(device)
+        native_library, self.how = choose(native_level, self._device.type)
         self.grammars = Grammars(Path(model_dir), self.model_config.vocab_size, self.eos_ids)
-        self.deterministic = deterministic
-        self._block = page_size
-        if deterministic:
-            if EXACT_BLOCK % page_size and page_size % EXACT_BLOCK:
-                raise EngineError(f"deterministic: page size {page_size} and {EXACT_BLOCK} must divide evenly")
-            self._block = max(page_size, EXACT_BLOCK)
-        self._device = torch.device(device)
         self.kv = KVPool(self.model_config, pages=pool_pages, page_size=page_size, dtype=dtype, device=self._device)
+        self._model: Model | NativeModel
         with torch.inference_mode():
-            self._model = Model(
-                self.model_config,
-                load_weights(self.model_config, self._device, dtype_of(dtype)),
-                context_length=self.context_length,
-                deterministic=deterministic,
-            )
+            weights = load_weights(self.model_config, self._device, dtype_of(dtype))
+            sizes = {"context_length": self.context_length, "page_size": page_size}
+            quantized = quantization != "none"
+            if native_library is not None:
+                self._model = NativeModel(
+                    native_library, self.model_config, weights, quantized=quantized, threads=threads, **sizes
+                )
+            else:
+                if quantized:
+                    round_to_int8(weights)
+                self._model = Model(self.model_config, weights, deterministic=deterministic, **sizes)
+
+    @property
+    def native(self) -> bool:
+        """Whether the native step runs, and not plain PyTorch."""
+        return isinstance(self._model, NativeModel)
 
     def step(self, rows: Sequence[Row]) -> list[int | None]:
         """`run`, drawn tokens only."""
@@ -97,8 +111,7 @@ class Engine:
         if not rows:
             return []
         with torch.inference_mode():
-            batch = self._plan(rows)
-            hidden = self._model.forward(batch, self.kv)
+            batch, hidden = self._forward(rows)
             lines = _as_numpy(self._model.logits(hidden[batch.wanted]))
             bad = {number for number, line in zip(batch.samplers, lines, strict=True) if not np.isfinite(line).all()}
             scores = {
@@ -115,8 +128,7 @@ class Engine:
         if not rows:
             return [], np.empty((0, self.model_config.vocab_size), np.float32)
         with torch.inference_mode():
-            batch = self._plan(rows)
-            hidden = self._model.forward(batch, self.kv)
+            batch, hidden = self._forward(rows)
             return batch.samplers, _as_numpy(self._model.logits(hidden[batch.wanted]))
 
     def warm_up(self, tokens: int = 512) -> None:
@@ -142,8 +154,12 @@ class Engine:
             if row.sample is not None:
                 check_sampling(row.sample, self.model_config.vocab_size, self.eos_ids)
 
-    def _plan(self, rows: Sequence[Row]) -> Batch:
-        return plan(rows, self.kv, deterministic=self.deterministic, block=self._block, device=self._device)
+    def _forward(self, rows: Sequence[Row]) -> tuple[Batch | Flat, torch.Tensor]:
+        if isinstance(self._model, NativeModel):
+            flat = self._model.plan(rows, self.kv)
+            return flat, self._model.forward(flat, self.kv)
+        batch = self._model.plan(rows, self.kv)
+        return batch, self._model.forward(batch, self.kv)
 
     def _draw(self, row: Row, line: np.ndarray) -> Sampled:
         assert row.sample is not None
@@ -159,7 +175,7 @@ class Engine:
         )
 
     def _prompt_logprobs(
-        self, row: Row, number: int, batch: Batch, hidden: torch.Tensor, bad: set[int]
+        self, row: Row, number: int, batch: Batch | Flat, hidden: torch.Tensor, bad: set[int]
     ) -> tuple[TokenLogprob, ...]:
         """Of history[start + 1 :][:scored]. A few positions at a time: logits of a whole chunk would be large."""
         assert row.prompt_logprobs is not None

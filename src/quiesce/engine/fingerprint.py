@@ -20,12 +20,13 @@ EDGE_BYTES = 1 << 20  # of each file, read at its start and at its end
 SAMPLES, SAMPLE_BYTES = 64, 64 << 10  # evenly spaced over the rest of it
 
 
-def fingerprint(config: ModelConfig, dtype: str, page_size: int) -> Fingerprint:
+def fingerprint(config: ModelConfig, dtype: str, page_size: int, quantization: str = "none") -> Fingerprint:
     """`weights` digests config.json and of each safetensors file its name, size, header and samples of its values:
-    two fine-tunes of one model differ, and a file of any size takes milliseconds."""
+    two fine-tunes of one model differ, and a file of any size takes milliseconds. Quantised weights are others."""
+    digest = _weights_digest(config.folder)
     return Fingerprint(
         model=f"{config.model_type}/{config.layers}x{config.hidden_size}/vocab{config.vocab_size}",
-        weights=_weights_digest(config.folder),
+        weights=digest if quantization == "none" else f"{digest}/{quantization}",
         dtype=dtype,
         layout=LAYOUT,
         page_size=page_size,

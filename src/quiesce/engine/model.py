@@ -1,17 +1,20 @@
-"""The forward pass of a Llama, Mistral, Qwen2 or Qwen3 over one flat batch of rows."""
+"""The forward pass of a Llama, Mistral, Qwen2 or Qwen3 in plain PyTorch: any device, and the reference."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
 from quiesce.engine import attention
-from quiesce.engine.batch import MIN_ROWS, Batch
+from quiesce.engine.attention import EXACT_BLOCK
+from quiesce.engine.batch import MIN_ROWS, Batch, Row, plan
 from quiesce.engine.config import ModelConfig
 from quiesce.engine.errors import EngineError
 from quiesce.engine.kv import KVPool
 from quiesce.engine.product import pack, packable, packed, product
-from quiesce.engine.rope import frequencies
+from quiesce.engine.rope import rotary
 from quiesce.engine.weights import LayerWeights, Weights
 
 PROBE_ROWS = (MIN_ROWS, 7, 33, 64, 130)
@@ -20,12 +23,14 @@ PROBE_ROWS = (MIN_ROWS, 7, 33, 64, 130)
 class Model:
     """Weights plus rotary tables. `deterministic` makes a token's bits independent of its batch."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, *, context_length: int, deterministic: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, *, context_length: int, page_size: int, deterministic: bool
+    ) -> None:
         self.config, self.weights, self.deterministic = config, weights, deterministic
         self._dtype, self._device = weights.embedding.dtype, weights.embedding.device
         self._q_size, self._kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        angles = torch.outer(torch.arange(context_length).float(), frequencies(config.rope, config.head_dim))
-        cos, sin = angles.cos() * config.rope.attention_factor, angles.sin() * config.rope.attention_factor
+        self._block = block_of(page_size, deterministic)
+        cos, sin = rotary(config.rope, config.head_dim, context_length)
         # laid out for whole heads, the sign of the rotation folded in
         self._cos = torch.cat((cos, cos), 1).to(self._device, self._dtype)
         self._sin = torch.cat((-sin, sin), 1).to(self._device, self._dtype)
@@ -33,6 +38,10 @@ class Model:
             _pack_for_exact_rows(weights)
         else:
             pack(weights)
+
+    def plan(self, rows: Sequence[Row], kv: KVPool) -> Batch:
+        """Lay out checked rows for `forward`."""
+        return plan(rows, kv, deterministic=self.deterministic, block=self._block, device=self._device)
 
     def forward(self, batch: Batch, kv: KVPool) -> torch.Tensor:
         """Compute all tokens, write their K and V, and return hidden states [tokens, hidden] for `logits`."""
@@ -104,6 +113,15 @@ class Model:
                 out[rows] = attention.prefill(q[rows], new[rows, 0], new[rows, 1], 0)
         out[n:] = 0  # padding rows must be finite
         return out.view(-1, self._q_size)
+
+
+def block_of(page_size: int, deterministic: bool) -> int:
+    """The number of tokens to which what a row reads is padded. Raises EngineError."""
+    if not deterministic:
+        return page_size
+    if EXACT_BLOCK % page_size and page_size % EXACT_BLOCK:
+        raise EngineError(f"deterministic: page size {page_size} and {EXACT_BLOCK} must divide evenly")
+    return max(page_size, EXACT_BLOCK)
 
 
 def _pack_for_exact_rows(weights: Weights) -> None:

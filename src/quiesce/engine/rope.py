@@ -93,6 +93,12 @@ def _yarn_attention_factor(factor: float, scaling: dict[str, Any]) -> float:
     return scale(float(above)) / scale(float(below)) if above and below else scale(1.0)
 
 
+def rotary(rope: Rope, head_dim: int, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of every position's rotation, each float32 [positions, head_dim / 2]."""
+    angles = torch.outer(torch.arange(positions).float(), frequencies(rope, head_dim))
+    return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+
+
 def frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
     """Float32 [head_dim / 2], as transformers computes them."""
     base = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))

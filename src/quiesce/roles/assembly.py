@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 from quiesce.core.admission import refuse_pool
 from quiesce.engine.engine import Engine
 from quiesce.engine.errors import EngineError
 from quiesce.roles.settings import WorkerSettings
 from quiesce.transfer.interface import Transport
 from quiesce.transfer.shm import ShmTransport
+
+log = logging.getLogger("quiesce.worker")
 
 
 def make_engine(settings: WorkerSettings) -> Engine:
@@ -21,7 +25,11 @@ def make_engine(settings: WorkerSettings) -> Engine:
         deterministic=settings.deterministic,
         threads=settings.threads,
         context_length=settings.context_length,
+        quantization=settings.quantization,
+        native_level=settings.native_level,
     )
+    asked = settings.native_level != "auto" or settings.device != "cpu"
+    log.log(logging.INFO if engine.native or asked else logging.WARNING, "engine step: %s", engine.how)
     pool_tokens = engine.kv.arena.count * settings.page_size
     refusal = refuse_pool(engine.context_length, pool_tokens, settings.role)
     if refusal is not None:

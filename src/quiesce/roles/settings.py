@@ -15,6 +15,8 @@ Reserve = Literal["early", "late"]
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral"]
 Policy = Literal["round-robin", "least-loaded"]
 Failover = Literal["never", "exact", "always"]
+Quantization = Literal["none", "int8"]
+NativeLevel = Literal["auto", "off", "avx512bf16", "avx512", "avx2", "base"]
 
 
 def new_epoch() -> int:
@@ -51,6 +53,8 @@ class WorkerSettings:
     dtype: Dtype = "bfloat16"
     deterministic: bool = False
     threads: int = 1
+    quantization: Quantization = "none"
+    native_level: NativeLevel = "auto"
     context_length: int | None = None  # None: the model's own
     page_size: int = 16
     max_total_tokens: int = 65536  # size of the KV pool

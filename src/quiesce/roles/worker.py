@@ -314,6 +314,7 @@ class Worker(ABC):
                 waiting_tokens=self.waiting_tokens(),
                 draining=self.draining,
                 local_prefill=self.role == "decode" and not self.settings.strict_disaggregation,
+                step=self.engine.how,
             )
         )
 

@@ -53,4 +53,5 @@ def _worker(worker: Worker, now: float, registry: Registry) -> dict[str, Any]:
         "context_length": latest.limits.context_length,
         "pool_tokens": latest.limits.pool_tokens,
         "max_queued": latest.limits.max_queued,
+        "step": latest.step,
     }

@@ -1,0 +1,176 @@
+"""Finds the build of the native step that this CPU can run, and calls it. ctypes gives up the GIL for every call."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from quiesce.engine.errors import EngineError
+
+VARIABLE = "QUIESCE_NATIVE_LEVEL"
+AUTO, OFF = "auto", "off"
+AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "bmi2")
+# Best first, with the CPU flags each needs; base is whatever every CPU of the architecture has (SSE2, NEON).
+LEVELS: dict[str, tuple[str, ...]] = {
+    "avx512bf16": (*AVX512, "avx512_bf16"),
+    "avx512": AVX512,
+    "avx2": ("avx2", "fma", "bmi2"),
+    "base": (),
+}
+FOLDER = Path(__file__).parent
+FLOAT32, BFLOAT16, INT8 = 0, 1, 2
+
+
+NUMBERS = ("hidden", "inner", "layers", "heads", "kv_heads", "head_dim", "vocab", "page_size", "threads")
+
+
+class Layer(Structure):
+    """As in step.cpp. Addresses: norms float32, matrices packed; q_norm and k_norm may be None."""
+
+    _fields_ = tuple(
+        (name, c_void_p)
+        for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm", "qkv", "out", "gate_up", "down")
+    )
+
+
+class Model(Structure):
+    """As in step.cpp. Rotary tables are float32 [positions, head_dim / 2]."""
+
+    _fields_ = (
+        *((name, c_int64) for name in NUMBERS),
+        ("weights", c_int32),
+        ("cache", c_int32),
+        ("eps", c_float),
+        ("layer", POINTER(Layer)),
+        *((name, c_void_p) for name in ("norm", "cosines", "sines", "embedding", "head")),
+    )
+
+
+ROW_FIELDS = 3  # count, start, table: int64
+ABI = 1000000 + ctypes.sizeof(Model) * 1000 + ctypes.sizeof(Layer) + 8 * ROW_FIELDS
+
+Address = int
+
+
+@dataclass(frozen=True)
+class Library:
+    """One level's build. Kinds are FLOAT32, BFLOAT16 or INT8; memory is given by address, row-major, unpadded."""
+
+    level: str
+    calls: Any
+
+    def packed_bytes(self, kind: int, n: int, depth: int) -> int:
+        return int(self.calls.quiesce_packed_bytes(kind, n, depth))
+
+    def pack(
+        self, kind: int, matrix: Address, scale: Address | None, bias: Address | None, n: int, depth: int, to: Address
+    ) -> None:
+        """`matrix` [n, depth] in `kind`, with scale and bias float32 [n], into `packed_bytes` at `to`."""
+        self.calls.quiesce_pack(kind, matrix, scale, bias, n, depth, to)
+
+    def product(self, kind: int, x: Address, rows: int, packed: Address, n: int, depth: int, out: Address) -> None:
+        """`out` [rows, n] = `x` [rows, depth], both float32, times a packed matrix."""
+        self.calls.quiesce_product(kind, x, rows, packed, n, depth, out)
+
+    def open(self, model: Model) -> Address:
+        stepper = self.calls.quiesce_open(byref(model))
+        if not stepper:
+            raise EngineError(f"the native step ({self.level}) got no memory or no {model.threads} threads")
+        return int(stepper)
+
+    def close(self, stepper: Address) -> None:
+        self.calls.quiesce_close(stepper)
+
+    def forward(
+        self, stepper: Address, tokens: Address, rows: Address, count: int, pages: Address, pool: Address, to: Address
+    ) -> None:
+        """Tokens and page tables int32; `count` rows of ROW_FIELDS int64; hidden states float32 to `to`."""
+        if self.calls.quiesce_forward(stepper, tokens, rows, count, pages, pool, to):
+            raise EngineError(f"the native step ({self.level}) got no memory for this many tokens")
+
+    def logits(self, stepper: Address, hidden: Address, rows: int, out: Address, apart: int) -> None:
+        if self.calls.quiesce_logits(stepper, hidden, rows, out, apart):
+            raise EngineError(f"the native step ({self.level}) got no memory for this many tokens")
+
+
+SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "quiesce_abi": (c_int64, ()),
+    "quiesce_packed_bytes": (c_int64, (c_int32, c_int64, c_int64)),
+    "quiesce_pack": (None, (c_int32, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
+    "quiesce_product": (None, (c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)),
+    "quiesce_open": (c_void_p, (POINTER(Model),)),
+    "quiesce_close": (None, (c_void_p,)),
+    "quiesce_forward": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)),
+    "quiesce_logits": (c_int32, (c_void_p, c_void_p, c_int64, c_void_p, c_int64)),
+}
+
+
+def choose(wanted: str, device: str) -> tuple[Library | None, str]:
+    """The library to run, or None for the plain step, and why, for people.
+
+    `wanted` is a level, "off" or "auto": what the environment says, else the best level that was built and that
+    this CPU has. Raises EngineError for a level that cannot be had.
+    """
+    if wanted == AUTO:
+        wanted = os.environ.get(VARIABLE) or AUTO
+    if wanted not in (AUTO, OFF, *LEVELS):
+        raise EngineError(f"native level {wanted!r} is none of {', '.join((AUTO, OFF, *LEVELS))}")
+    if device != "cpu":
+        if wanted in LEVELS:
+            raise EngineError(f"native level {wanted} runs on the CPU, not on {device}")
+        return None, f"plain PyTorch: the native step runs on the CPU, not on {device}"
+    if wanted == OFF:
+        return None, "plain PyTorch: the native step is off"
+    runnable = levels()
+    if wanted in LEVELS:
+        if wanted not in runnable:
+            missing = "was not built" if wanted in supported() else "needs what this CPU does not have"
+            raise EngineError(f"native level {wanted} {missing}; there are: {', '.join(runnable) or 'none'}")
+        return load(wanted), f"native {wanted}, as asked"
+    if not runnable:
+        return None, (
+            "plain PyTorch, several times slower: the native step was not built. Install a C++ compiler"
+            " (Debian, Ubuntu: apt install g++) and install Quiesce again"
+        )
+    return load(runnable[0]), f"native {runnable[0]}"
+
+
+def levels() -> list[str]:
+    """The levels that were built and that this CPU can run, best first."""
+    return [level for level in supported() if _path(level).is_file()]
+
+
+@cache
+def supported() -> tuple[str, ...]:
+    """The levels that this CPU can run, built or not."""
+    flags: set[str] = set()
+    if platform.machine() in ("x86_64", "AMD64"):
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            flags = set(next((line for line in lines if line.startswith("flags")), "").split())
+    return tuple(level for level, needed in LEVELS.items() if flags.issuperset(needed))
+
+
+@cache
+def load(level: str) -> Library:
+    """Raises EngineError for a file that is no library of this version."""
+    try:
+        calls = ctypes.CDLL(str(_path(level)))
+        for name, (result, arguments) in SIGNATURES.items():
+            function = getattr(calls, name)
+            function.restype, function.argtypes = result, arguments
+        fits = calls.quiesce_abi() == ABI
+    except (OSError, AttributeError) as error:
+        raise EngineError(f"{_path(level)} cannot be loaded: {error}; install Quiesce again") from None
+    if not fits:
+        raise EngineError(f"{_path(level)} belongs to another version of Quiesce; install Quiesce again")
+    return Library(level, calls)
+
+
+def _path(level: str) -> Path:
+    return FOLDER / f"_{level}.so"

@@ -1,0 +1,169 @@
+"""The forward pass by the native library: weights packed once, then two calls a step."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quiesce.engine.batch import Row
+from quiesce.engine.config import ModelConfig
+from quiesce.engine.kv import KVPool
+from quiesce.engine.native import library
+from quiesce.engine.native.library import Library
+from quiesce.engine.quantize import int8
+from quiesce.engine.rope import rotary
+from quiesce.engine.weights import LayerWeights, Weights
+
+KINDS = {torch.float32: library.FLOAT32, torch.bfloat16: library.BFLOAT16}
+HUGE = 2 << 20  # weights are read from end to end at every step: on large pages, with fewer misses
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A step as the library takes it. `wanted` are the flat tokens whose logits are needed."""
+
+    tokens: np.ndarray  # int32
+    rows: np.ndarray  # int64 [rows, ROW_FIELDS]
+    pages: np.ndarray  # int32: all page tables, one after the other
+    wanted: torch.Tensor
+    samplers: list[int]  # the row each wanted token belongs to
+    firsts: dict[int, int]  # row -> its first flat token
+
+
+class NativeModel:
+    """A token's bits depend on its own request alone, whatever else is in the batch: always deterministic."""
+
+    def __init__(
+        self,
+        to: Library,
+        config: ModelConfig,
+        weights: Weights,
+        *,
+        quantized: bool,
+        context_length: int,
+        page_size: int,
+        threads: int,
+    ) -> None:
+        """Takes `weights` apart: each matrix is dropped as soon as it is packed, as int8 if `quantized`."""
+        self.config, self.library, self._page_size = config, to, page_size
+        self._held: list[object] = []  # what the library has addresses of
+        cache = KINDS[weights.embedding.dtype]
+        self._arena = _Arena(to, weights, library.INT8 if quantized else cache)
+        layers = (library.Layer * config.layers)(*(self._layer(layer) for layer in weights.layers))
+        cosines, sines = rotary(config.rope, config.head_dim, context_length)
+        described = library.Model(
+            hidden=config.hidden_size,
+            inner=config.intermediate_size,
+            layers=config.layers,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            vocab=config.vocab_size,
+            page_size=page_size,
+            threads=threads,
+            weights=self._arena.kind,
+            cache=cache,
+            eps=config.norm_eps,
+            layer=layers,
+            norm=self._hold(weights.norm.float()),
+            cosines=self._hold(cosines),
+            sines=self._hold(sines),
+            embedding=self._hold(weights.embedding),
+            head=self._arena.pack(weights.head, None),
+        )
+        stepper = to.open(described)
+        self._stepper = stepper
+        self._close = weakref.finalize(self, to.close, stepper)
+
+    def plan(self, rows: Sequence[Row], kv: KVPool) -> Flat:
+        """Lay out checked rows, in their order."""
+        counts = np.array([len(row.tokens) for row in rows], np.int64)
+        tables = [row.pages[: -(-row.end // self._page_size)] for row in rows]
+        described = np.empty((len(rows), library.ROW_FIELDS), np.int64)
+        described[:, 0] = counts
+        described[:, 1] = [row.start for row in rows]
+        described[:, 2] = np.cumsum([0, *map(len, tables)])[:-1]
+        ends = np.cumsum(counts)
+        samplers = [number for number, row in enumerate(rows) if row.sample is not None]
+        return Flat(
+            tokens=np.concatenate([np.asarray(row.tokens, np.int32) for row in rows]),
+            rows=described,
+            pages=np.concatenate([np.asarray(table, np.int32) for table in tables]),
+            wanted=torch.from_numpy(ends[samplers] - 1),
+            samplers=samplers,
+            firsts=dict(enumerate((ends - counts).tolist())),
+        )
+
+    def forward(self, batch: Flat, kv: KVPool) -> torch.Tensor:
+        """Compute all tokens, write their K and V, and return hidden states, float32 [tokens, hidden]."""
+        hidden = torch.empty((len(batch.tokens), self.config.hidden_size))
+        self.library.forward(
+            self._stepper,
+            batch.tokens.ctypes.data,
+            batch.rows.ctypes.data,
+            len(batch.rows),
+            batch.pages.ctypes.data,
+            kv.tensor.data_ptr(),
+            hidden.data_ptr(),
+        )
+        return hidden
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Hidden states [n, hidden] from `forward` -> float32 [n, vocab]."""
+        x, n, vocab = x.contiguous(), x.shape[0], self.config.vocab_size
+        out = torch.empty((n, vocab))
+        if n:
+            self.library.logits(self._stepper, x.data_ptr(), n, out.data_ptr(), vocab)
+        return out
+
+    def _layer(self, layer: LayerWeights) -> library.Layer:
+        packed = self._arena.pack
+        qkv, out = packed(layer.qkv, layer.qkv_bias), packed(layer.out, layer.out_bias)
+        gate_up, down = packed(layer.gate_up, None), packed(layer.down, None)
+        layer.qkv = layer.out = layer.gate_up = layer.down = torch.empty(0)
+        norms = (layer.attention_norm, layer.mlp_norm, layer.q_norm, layer.k_norm)
+        return library.Layer(
+            *(None if norm is None else self._hold(norm.float()) for norm in norms), qkv, out, gate_up, down
+        )
+
+    def _hold(self, tensor: torch.Tensor) -> int:
+        tensor = tensor.contiguous()
+        self._held.append(tensor)
+        return tensor.data_ptr()
+
+
+class _Arena:
+    """All packed matrices, in one run of memory. `kind` is what they are kept as."""
+
+    def __init__(self, to: Library, weights: Weights, kind: int) -> None:
+        self._library, self.kind = to, kind
+        sizes = [self._size(matrix) for matrix, _ in weights.products()]
+        self._memory = mmap.mmap(-1, sum(sizes) + 2 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory.madvise(mmap.MADV_HUGEPAGE)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._next = -(-start // HUGE) * HUGE
+
+    def pack(self, matrix: torch.Tensor, bias: torch.Tensor | None) -> int:
+        at = self._next
+        self._next += self._size(matrix)
+        values, scale = int8(matrix) if self.kind == library.INT8 else (matrix.contiguous(), None)
+        added = None if bias is None else bias.float()
+        self._library.pack(
+            self.kind,
+            values.data_ptr(),
+            None if scale is None else scale.data_ptr(),
+            None if added is None else added.data_ptr(),
+            matrix.shape[0],
+            matrix.shape[1],
+            at,
+        )
+        return at
+
+    def _size(self, matrix: torch.Tensor) -> int:
+        return -(-self._library.packed_bytes(self.kind, *matrix.shape) // 64) * 64

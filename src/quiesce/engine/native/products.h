@@ -1,0 +1,120 @@
+// Matrix products with packed weights. A matrix [n, depth] is cut into panels of COLUMNS rows of it, which are the
+// columns of the result; a panel is [depth / UNIT][COLUMNS][UNIT] values, then COLUMNS scales and COLUMNS biases.
+#pragma once
+#include "vectors.h"
+
+namespace {
+
+constexpr int COLUMNS = SPAN * W;
+constexpr long AHEAD = 6144;  // bytes from what is read to what is fetched: the memory's latency
+
+struct Matrix {
+    const char *panels;
+    long n, depth;
+};
+
+template <class T> long panel_bytes(long depth) {
+    return up(depth, UNIT<T>) * COLUMNS * (long)sizeof(T) + 2 * COLUMNS * (long)sizeof(float);
+}
+template <class T> long packed_bytes(long n, long depth) { return up(n, COLUMNS) / COLUMNS * panel_bytes<T>(depth); }
+
+// `matrix` is row-major [n, depth]; scale and bias [n] may be null: 1 and 0.
+template <class T> void pack(const T *matrix, const float *scale, const float *bias, long n, long depth, char *to) {
+    constexpr int U = UNIT<T>;
+    memset(to, 0, packed_bytes<T>(n, depth));
+    for (long first = 0; first < n; first += COLUMNS, to += panel_bytes<T>(depth)) {
+        T *values = (T *)to;
+        float *scales = (float *)(values + up(depth, U) * COLUMNS), *biases = scales + COLUMNS;
+        for (long c = 0; c < COLUMNS && first + c < n; c++) {
+            const T *row = matrix + (first + c) * depth;
+            for (long k = 0; k < depth; k++) values[k / U * U * COLUMNS + c * U + k % U] = row[k];
+            scales[c] = scale ? scale[first + c] : 1;
+            biases[c] = bias ? bias[first + c] : 0;
+        }
+    }
+}
+
+// sums[r][s] += x[r] . columns s of `w`, whose rows are `across` columns apart. Every k-step also fetches one
+// cache line for each of `lines`, at `ahead` and then `stride` bytes further.
+template <int R, int S, int LOCALITY, class T>
+inline __attribute__((always_inline)) void multiply(Floats (&sums)[R][S], const Act<T> *x, long apart, const T *w,
+                                                    long across, long depth, const char *ahead = nullptr,
+                                                    long stride = 0, int lines = 0) {
+    for (long k = 0; k < depth; k += UNIT<T>) {
+        if constexpr (LOCALITY > 0) {
+            for (int i = 0; i < lines; i++) __builtin_prefetch(ahead + 64 * i, 0, LOCALITY);
+            ahead += stride;
+        }
+#if defined(__AVX512BF16__)
+        if constexpr (std::is_same_v<T, bf16>) {
+            __m512bh b[S];
+            for (int s = 0; s < S; s++) b[s] = (__m512bh)_mm512_loadu_si512(w + 2 * W * s);
+            for (int r = 0; r < R; r++) {
+                __m512bh a = (__m512bh)_mm512_set1_epi32(read<int>(x + r * apart + k));
+                for (int s = 0; s < S; s++) sums[r][s] = (Floats)_mm512_dpbf16_ps((__m512)sums[r][s], a, b[s]);
+            }
+            w += 2 * across;
+            continue;
+        }
+#endif
+        if constexpr (std::is_same_v<Act<T>, float>) {
+            Floats b[S];
+            for (int s = 0; s < S; s++) b[s] = load(w + W * s);
+            for (int r = 0; r < R; r++) {
+                Floats a = splat(x[r * apart + k]);
+                for (int s = 0; s < S; s++) sums[r][s] = fma(a, b[s], sums[r][s]);
+            }
+            w += across;
+        }
+    }
+}
+
+// Calls f with the constant `rows`, 1 to ROWS.
+template <int R = ROWS, class F> inline void with_rows(long rows, F f) {
+    if constexpr (R > 1) {
+        if (rows < R) return with_rows<R - 1>(rows, f);
+    }
+    f(std::integral_constant<int, R>{});
+}
+
+// out [rows, n] = x [rows, depth] times the matrix, times scale, plus bias; with `add`, added to out. Rows of `x` and
+// `out` are `apart` and `outs` values apart. Threads share the panels.
+template <class T>
+void product(const Act<T> *x, long apart, long rows, const Matrix &m, float *out, long outs, bool add, int part,
+             int parts) {
+    const long panels = up(m.n, COLUMNS) / COLUMNS, bytes = panel_bytes<T>(m.depth), depth = up(m.depth, UNIT<T>);
+    const long row_bytes = COLUMNS * UNIT<T> * (long)sizeof(T), tiles = up(rows, ROWS) / ROWS;
+    const long stride = tiles > 1 ? up(row_bytes, tiles - 1) / (tiles - 1) : 0;
+    const int lines = (int)(up(stride, 64) / 64);
+    for (long panel = panels * part / parts; panel < panels * (part + 1) / parts; panel++) {
+        const char *at = m.panels + panel * bytes;
+        const T *w = (const T *)at;
+        const float *scales = (const float *)(w + depth * COLUMNS), *biases = scales + COLUMNS;
+        const long here = m.n - panel * COLUMNS < COLUMNS ? m.n - panel * COLUMNS : COLUMNS;
+        for (long r0 = 0; r0 < rows; r0 += ROWS)
+            with_rows(rows - r0, [&](auto count) {
+                constexpr int R = count;
+                Floats sums[R][SPAN] = {};
+                const Act<T> *from = x + r0 * apart;
+                if (r0 == 0)  // this panel comes from memory
+                    multiply<R, SPAN, 3>(sums, from, apart, w, COLUMNS, depth, at + AHEAD, row_bytes,
+                                         (int)(row_bytes / 64));
+                else  // meanwhile, the next one does
+                    multiply<R, SPAN, 2>(sums, from, apart, w, COLUMNS, depth,
+                                         at + bytes + (r0 / ROWS - 1) * stride * (depth / UNIT<T>), stride, lines);
+                for (int r = 0; r < R; r++) {
+                    float *to = out + (r0 + r) * outs + panel * COLUMNS;
+                    float edge[COLUMNS];
+                    float *row = here == COLUMNS ? to : edge;
+                    if (add && row == edge) memcpy(edge, to, here * sizeof(float));
+                    for (int s = 0; s < SPAN; s++) {
+                        Floats y = fma(sums[r][s], load(scales + W * s), load(biases + W * s));
+                        store(row + W * s, add ? load(row + W * s) + y : y);
+                    }
+                    if (row == edge) memcpy(to, edge, here * sizeof(float));
+                }
+            });
+    }
+}
+
+}  // namespace

@@ -1,0 +1,145 @@
+// Vectors as wide as the instruction-set level that this file is compiled for, and the few things done with them.
+//
+// Sums are written as explicit fused multiply-adds and compiled with -ffp-contract=off, so that a row is rounded
+// the same in every tile it can be part of.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace {
+
+// W floats to a vector. A tile is at most ROWS x SPAN vectors: accumulators, one row of weights and one broadcast
+// value fit into the registers, of which AVX-512 and NEON have 32 and the others 16.
+#if defined(__AVX512F__)
+constexpr int W = 16, ROWS = 8, SPAN = 3;
+#elif defined(__AVX2__)
+constexpr int W = 8, ROWS = 6, SPAN = 2;
+#elif defined(__aarch64__)
+constexpr int W = 4, ROWS = 8, SPAN = 3;
+#else
+constexpr int W = 4, ROWS = 6, SPAN = 2;
+#endif
+
+#if defined(__AVX512BF16__)
+constexpr bool DOT = true;  // bfloat16 is multiplied in pairs, by vdpbf16ps
+#else
+constexpr bool DOT = false;
+#endif
+
+struct bf16 {
+    uint16_t bits;
+};
+
+typedef float Floats __attribute__((vector_size(4 * W)));
+typedef int32_t Ints __attribute__((vector_size(4 * W)));
+typedef uint32_t Words __attribute__((vector_size(4 * W)));
+typedef uint16_t Halves __attribute__((vector_size(2 * W)));
+typedef int8_t Bytes __attribute__((vector_size(W)));
+
+// What activations are kept as, to be multiplied with T.
+template <class T> using Act = std::conditional_t<DOT && std::is_same_v<T, bf16>, bf16, float>;
+// Depths of a product are padded to this, with zero weights.
+template <class T> constexpr int UNIT = std::is_same_v<Act<T>, bf16> ? 2 : 1;
+
+inline long up(long n, long unit) { return (n + unit - 1) / unit * unit; }
+
+template <class V> inline V read(const void *at) {
+    V v;
+    memcpy(&v, at, sizeof v);
+    return v;
+}
+template <class V> inline void write(void *at, V v) { memcpy(at, &v, sizeof v); }
+
+inline Floats splat(float x) { return Floats{} + x; }
+inline Floats load(const float *at) { return read<Floats>(at); }
+inline Floats load(const bf16 *at) { return (Floats)(__builtin_convertvector(read<Halves>(at), Words) << 16); }
+inline Floats load(const int8_t *at) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)at)));
+#elif defined(__AVX2__)
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)at)));
+#else
+    return __builtin_convertvector(__builtin_convertvector(read<Bytes>(at), Ints), Floats);
+#endif
+}
+inline float widen(float x) { return x; }
+inline float widen(bf16 x) {
+    uint32_t bits = (uint32_t)x.bits << 16;
+    return read<float>(&bits);
+}
+
+// To the nearest bfloat16, ties to even; NaN stays NaN.
+inline Halves narrow(Floats x) {
+#if defined(__AVX512BF16__)
+    return (Halves)_mm512_cvtneps_pbh((__m512)x);
+#else
+    Words bits = (Words)x;
+    Words nan = (Words)(x != x);
+    Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return __builtin_convertvector((rounded & ~nan) | (0x7fc0 & nan), Halves);
+#endif
+}
+inline void store(float *at, Floats x) { write(at, x); }
+inline void store(bf16 *at, Floats x) { write(at, narrow(x)); }
+inline void put(float *at, float x) { *at = x; }
+inline void put(bf16 *at, float x) { at->bits = narrow(splat(x))[0]; }
+
+inline Floats fma(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+inline Floats pick(Ints which, Floats a, Floats b) { return (Floats)(((Ints)a & which) | ((Ints)b & ~which)); }
+inline Floats larger(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return pick(a > b, a, b);
+#endif
+}
+inline float sum(Floats x) {
+    float total = 0;
+    for (int i = 0; i < W; i++) total += x[i];
+    return total;
+}
+inline float largest(Floats x) {
+    float best = x[0];
+    for (int i = 1; i < W; i++) best = x[i] > best ? x[i] : best;
+    return best;
+}
+inline Floats counting() {
+    Floats x;
+    for (int i = 0; i < W; i++) x[i] = (float)i;
+    return x;
+}
+
+// 2 to the power of x, relative error below 1e-7; 0 below -126, and no more than 2^127.
+inline Floats exp2(Floats x) {
+    Ints above = x > -126.0f;
+    x = pick(x < 127.0f, x, splat(127.0f));
+    const Floats magic = splat(12582912.0f);  // adding it leaves a whole number in the low bits
+    Floats shifted = x + magic, part = x - (shifted - magic);
+    Floats p = splat(1.535336188319500e-4f);
+    p = fma(p, part, splat(1.339887440266574e-3f));
+    p = fma(p, part, splat(9.618437357674640e-3f));
+    p = fma(p, part, splat(5.550332471162809e-2f));
+    p = fma(p, part, splat(2.402264791363012e-1f));
+    p = fma(p, part, splat(6.931472028550421e-1f));
+    p = fma(p, part, splat(1.0f));
+    Words whole = (Words)shifted << 23;
+    return (Floats)((Ints)((Words)p + whole) & above);
+}
+
+}  // namespace
