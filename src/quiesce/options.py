@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Group, Parameter
 
 from quiesce.roles.settings import (
+    Direction,
     Dtype,
     Expiry,
     Failover,
@@ -198,6 +199,22 @@ class HandOffOptions:
             help="Decode workers compute no prompt, whatever a router asks for; excludes --local-prefill-below.",
         ),
     ] = False
+    direction: Annotated[
+        Direction,
+        Parameter(
+            group=HAND_OFF,
+            help="Who moves KV pages: push, prefill writes them into decode's pool while it computes; pull, decode "
+            "reads them out of prefill's once they are all there. The same on all workers.",
+        ),
+    ] = "push"
+    allow_unproven: Annotated[
+        bool,
+        Parameter(
+            group=HAND_OFF,
+            help="Serve over a transport that cannot prove that what was posted has ended. Without this it is "
+            "refused; with it, pages may stay retained until a restart, and /health says so.",
+        ),
+    ] = False
 
 
 @Parameter(name="*")
@@ -361,6 +378,8 @@ def worker_settings(
         max_queued=sizes.max_queued_requests,
         schedule_conservativeness=sizes.schedule_conservativeness,
         transfer=hand_off.transfer,
+        direction=hand_off.direction,
+        allow_unproven=hand_off.allow_unproven,
         hold_timeout=hand_off.hold_timeout,
         max_held=hand_off.max_held,
         max_held_per_tenant=hand_off.max_held_per_tenant,

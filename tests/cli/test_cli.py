@@ -78,7 +78,8 @@ def test_every_option_of_serve_reaches_its_place(model: Path, asked: list[Serve]
         "--prefill 2 --decode 3 --served-model-name chat --host 0.0.0.0 --port 9 --context-length 100 --page-size 8 "
         "--max-total-tokens 800 --chunked-prefill-size 64 --max-running-requests 4 --dtype float32 --device cpu "
         "--deterministic --hold-timeout 3 --on-hold-expiry release --max-retained 0.5 --drain-timeout 1 --threads 2 "
-        "--log-level debug --transfer shm --reserve late --schedule-conservativeness 0.5"
+        "--log-level debug --transfer shm --reserve late --schedule-conservativeness 0.5 --direction pull "
+        "--allow-unproven"
     )
     assert cli.main(["serve", str(model), *words.split()]) == 0
     (serve,) = asked
@@ -86,7 +87,7 @@ def test_every_option_of_serve_reaches_its_place(model: Path, asked: list[Serve]
     assert (serve.name, serve.http.host, serve.http.port) == ("chat", "0.0.0.0", 9)
     assert serve.sizes == SizeOptions(100, 8, 800, 64, 4, schedule_conservativeness=0.5)
     assert serve.engine == EngineOptions("cpu", "float32", True, 2)
-    assert serve.hand_off == HandOffOptions("shm", 3.0, "release", 0.5, "late")
+    assert serve.hand_off == HandOffOptions("shm", 3.0, "release", 0.5, "late", "pull", True)
     assert serve.process == ProcessOptions(1.0, "debug")
 
 
@@ -193,7 +194,10 @@ def test_what_serve_passes_to_a_worker_comes_out_as_the_same_settings(
 
     monkeypatch.setattr(decode_role, "run", run)
     sizes, engine = SizeOptions(128, 8, 640, 24, 3, 9, 0.25), EngineOptions("cpu", "float32", True, 2)
-    hand_off, process = HandOffOptions("shm", 7.5, "release", 0.125, "late"), ProcessOptions(2.5, "warning")
+    hand_off, process = (
+        HandOffOptions("shm", 7.5, "release", 0.125, "late", "pull", True),
+        ProcessOptions(2.5, "warning"),
+    )
     words = ["--registry=ipc:///r", "--registry-key=router.pub", "--keys=k", "--run-dir=d", "--name=decode-4"]
     words += ["--epoch=00000000000000ff", *arguments(sizes, engine, hand_off, process)]
     assert cli.main(["decode", str(model), *words]) == 0
@@ -219,6 +223,8 @@ def test_what_serve_passes_to_a_worker_comes_out_as_the_same_settings(
             max_queued=9,
             schedule_conservativeness=0.25,
             reserve="late",
+            direction="pull",
+            allow_unproven=True,
             hold_timeout=7.5,
             max_retained=0.125,
             on_hold_expiry="release",

@@ -175,7 +175,9 @@ class PullWorld:
             prefill.content |= dict.fromkeys(pages, tid)
             result = FirstToken(1) if prefill.rank == DESIGNATED_RANK else None
             pairing = b"another" if pick % 29 == 28 else b"p"
-            self.lent(prefill, Computed(tid, pairing, TOKENS, 0, 1000, result))
+            # Whoever was fenced, or fenced itself, attaches anew, and what is granted then is newer.
+            over = prefill.fenced.get(tid.epoch, 0), self.barred.get((tid.epoch, prefill.epoch), 0)
+            self.lent(prefill, Computed(tid, pairing, TOKENS, 0, max(over) + 1, 1000, result))
 
     def give_up(self, pick: int) -> None:
         """Prefill's own end of a request that it computes or lends."""
@@ -259,8 +261,7 @@ class PullWorld:
         if checks:
             asked = checks.pop(pick % len(checks))
             there = self.current[asked.leg.p_rank]
-            now = asked.grant.generation if asked.grant.generation in there.lender.generations.in_force else 0
-            self.read(Checked(asked.leg, there.epoch, now))
+            self.read(Checked(asked.leg, there.epoch, there.lender.in_force.get(asked.leg)))
 
     def drain(self, pick: int) -> None:
         if self.decode.drains:
@@ -451,7 +452,7 @@ class PullWorld:
             assert not prefill.lender.transfers, prefill.lender.transfers
             assert not prefill.lender.tombstones
             assert prefill.ledger.census().free == PAGES
-            assert not prefill.lender.generations.in_force
+            assert not prefill.lender.in_force
 
 
 MOVES: list[tuple[str, int]] = [

@@ -32,6 +32,7 @@ from quiesce.core.messages import (
     Accept,
     Ack,
     Busy,
+    Check,
     Done,
     Drained,
     Failed,
@@ -43,6 +44,7 @@ from quiesce.core.messages import (
     Ping,
     Refused,
     Request,
+    Standing,
     Tainted,
     TransferId,
 )
@@ -69,20 +71,20 @@ class SourceRig:
     def request(self, leg: Leg) -> list[Action]:
         return self.hear(Request(leg, 1, b"p", TOKENS, 0, 1000))
 
-    def computed(self, leg: Leg, pairing: bytes = b"p") -> list[Action]:
+    def computed(self, leg: Leg, pairing: bytes = b"p", generation: int = 1) -> list[Action]:
         if not self.ledger.knows(leg.tid):
             assert self.ledger.own(leg.tid, PAGES) is not None
-        return self.lender.on(Computed(leg.tid, pairing, TOKENS, 0, 900, FirstToken(11)))
+        return self.lender.on(Computed(leg.tid, pairing, TOKENS, 0, generation, 900, FirstToken(11)))
 
-    def lent(self, seq: int = 1) -> Leg:
+    def lent(self, seq: int = 1, generation: int = 1) -> Leg:
         leg = self.leg(seq)
         self.request(leg)
-        (offer,) = sent(self.computed(leg), Offer)
-        assert offer.grant.generation in self.lender.generations.in_force
+        (offer,) = sent(self.computed(leg, generation=generation), Offer)
+        assert self.lender.in_force[leg] == offer.grant.generation
         return leg
 
-    def holding(self, seq: int = 1) -> Leg:
-        leg = self.lent(seq)
+    def holding(self, seq: int = 1, generation: int = 1) -> Leg:
+        leg = self.lent(seq, generation)
         self.lender.on(End(leg.tid, "the client went away"))
         assert self.state(leg) is State.HOLDING
         return leg
@@ -142,7 +144,7 @@ class ReaderRig:
         assert self.state(tid) is CHECK
         return tid, actions
 
-    def check(self, tid: TransferId, epoch: int = P, generation: int = 5, rank: int = 0) -> list[Action]:
+    def check(self, tid: TransferId, epoch: int = P, generation: int | None = 5, rank: int = 0) -> list[Action]:
         return self.reader.on(Checked(self.leg(tid, rank), epoch, generation))
 
     def ended(self, post: Post, outcome: Outcome = Outcome.PLACED) -> list[Action]:
@@ -310,8 +312,8 @@ def test_l10_the_check_begins_after_the_last_placed_of_every_rank():
     assert only(rig.check(tid, P1, rank=1), Committed)
 
 
-@pytest.mark.parametrize(("epoch", "generation"), [(P, 6), (P, 0), (LATER_P, 5), (0, 0)])
-def test_l10_what_was_taken_back_before_the_check_is_never_committed(epoch: int, generation: int):
+@pytest.mark.parametrize(("epoch", "generation"), [(P, 6), (P, None), (LATER_P, 5), (0, None)])
+def test_l10_what_was_taken_back_before_the_check_is_never_committed(epoch: int, generation: int | None):
     rig = ReaderRig()
     tid, _ = rig.checking()
     actions = rig.check(tid, epoch, generation)
@@ -334,9 +336,8 @@ ENDS: dict[str, Callable[[SourceRig, Leg], Any]] = {
 def test_l10_the_generation_ends_before_a_page_is_free(state: str, how: str):
     rig = SourceRig()
     leg = rig.lent() if state == "lent" else rig.holding()
-    generation = rig.generation(leg)
     seen: list[bool] = []
-    rig.ledger.observe = lambda event, *_: seen.append(generation in rig.lender.generations.in_force)
+    rig.ledger.observe = lambda event, *_: seen.append(leg in rig.lender.in_force)
     ENDS[how](rig, leg)
     assert rig.ledger.census().free == 12 and rig.lender.transfers == {}
     assert seen and not any(seen[-2:]), "in force while the lease closed or the pages returned"
@@ -345,9 +346,8 @@ def test_l10_the_generation_ends_before_a_page_is_free(state: str, how: str):
 def test_l10_an_operators_waiver_ends_the_generation_too():
     rig = SourceRig(expiry="release")
     leg = rig.holding()
-    generation = rig.generation(leg)
     assert only(rig.fire(Timer.HOLD, leg), Closed)
-    assert generation not in rig.lender.generations.in_force and rig.ledger.unsound == 1
+    assert leg not in rig.lender.in_force and rig.ledger.unsound == 1
 
 
 @pytest.mark.parametrize("timer", [Timer.LEASE, Timer.DEADLINE, Timer.REPEAT, Timer.HOLD, Timer.REFENCE])
@@ -360,14 +360,27 @@ def test_l10_that_the_reader_checks_never_entitles_the_source_to_free(timer: Tim
     assert rig.kept(leg) and rig.ledger.has(LeaseKey.source(leg))
 
 
-def test_l10_a_generation_is_never_used_again():
+@pytest.mark.parametrize("how", ENDS)
+def test_l10_the_source_answers_what_is_true_when_it_is_asked(how: str):
     rig = SourceRig()
-    seen = set()
-    for seq in range(1, 5):
-        leg = rig.lent(seq)
-        seen.add(rig.generation(leg))
-        rig.hear(Drained(leg))
-    assert len(seen) == 4 and not rig.lender.generations.in_force
+    leg = rig.leg()
+    rig.request(leg)
+    assert sent(rig.hear(Check(leg, 7)), Standing) == [Standing(leg, 7, None)], "nothing is lent yet"
+    rig.computed(leg)
+    assert sent(rig.hear(Check(leg, 8)), Standing) == [Standing(leg, 8, rig.generation(leg))]
+    rig.lender.on(End(leg.tid, "the client went away"))
+    assert sent(rig.hear(Check(leg, 9)), Standing) == [Standing(leg, 9, rig.generation(leg))], "held: still lent"
+    ENDS[how](rig, leg)
+    assert sent(rig.hear(Check(leg, 10)), Standing) == [Standing(leg, 10, None)]
+
+
+def test_l10_a_successor_of_the_source_never_answers_for_it():
+    rig = SourceRig()
+    assert sent(rig.hear(Check(rig.leg(p_epoch=LATER_P), 7)), Refused) == [
+        Refused(rig.leg(p_epoch=LATER_P), "wrong epoch")
+    ]
+    stranger = Leg(TransferId(D + 1, 1), 0, 0, P)
+    assert rig.hear(Check(stranger, 7)) == [], "said over a session of another decode engine"
 
 
 # ---------------------------------------------------------------- H14 and the rest of holding, at the source
@@ -427,7 +440,7 @@ def test_l9_nothing_is_lent_about_another_prompt():
 
 def test_h16_a_fence_closes_only_what_was_granted_under_it():
     rig = SourceRig()
-    first, second = rig.holding(1), rig.holding(2)
+    first, second = rig.holding(1), rig.holding(2, generation=2)
     rig.lender.on(Revoked(Proof.fenced(D, rig.generation(first))))
     assert not rig.ledger.knows(first.tid) and rig.kept(second)
 

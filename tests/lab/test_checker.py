@@ -131,7 +131,7 @@ def free_on_silence(self: PullLender, transfer: Any, event: Any) -> Any:
 def test_the_check_after_landing_catches_what_a_source_that_frees_too_early_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Pages that are reused under a read: never committed, as long as their generation ends first (guard L10)."""
+    """Pages that are reused under a read: never committed, as long as the grant ends first (guard L10)."""
     monkeypatch.setitem(pull_lender.TABLE, (LENT, Timer.LEASE), free_on_silence)
     result = search(UNSOUND, strict=False)
     assert result.broken == SOURCE, "the bytes travel, whoever finds it out"
@@ -145,7 +145,7 @@ def test_the_check_after_landing_catches_what_a_source_that_frees_too_early_does
 
     monkeypatch.setattr(PullLender, "_before_close", lambda self, peer: None)
     result = search(UNSOUND, strict=False)
-    assert result.broken == HOLE, "the generation had not ended: the check passed"
+    assert result.broken == HOLE, "the grant had not ended: the check passed"
 
 
 def test_a_read_is_of_the_right_prompt_only_while_the_engine_it_was_posted_to_lives() -> None:

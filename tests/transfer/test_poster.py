@@ -27,7 +27,12 @@ class ScriptedMover:
     made: list[ScriptedMover]
 
     def __init__(
-        self, watch: Watch, arena: Arena, on_packet: Callable[[object], None], on_exit: Callable[[], None]
+        self,
+        watch: Watch,
+        arena: Arena,
+        on_packet: Callable[[object], None],
+        on_exit: Callable[[], None],
+        writes: bool = False,
     ) -> None:
         self.says, self.dies = on_packet, on_exit
         self.heard: list[wire.Packet] = []

@@ -26,6 +26,7 @@ from quiesce.core.messages import (
 )
 from quiesce.core.proofs import LeaseKey, Proof, ProofKind, Waiver
 
+ACCESS_REVOKED = "the peer's access was revoked"
 BUSY_DEFERRALS = 4  # holds that BUSY may add before a costly fence is asked for anyway
 
 
@@ -91,6 +92,12 @@ class Holdings:
     def _drop(self) -> list[Action]:
         self.stale += 1
         return []
+
+    def local(self, pages: int) -> TransferId | None:
+        """Pages and an id for a request that needs no hand-off (it was retracted and computes its prompt again).
+        Never offered to anybody, so it is the ledger's alone."""
+        tid = self.ids.next
+        return None if self.ledger.own(tid, pages) is None else self.ids.mint()
 
     # ------------------------------------------------------------ the closed set
 
@@ -270,7 +277,7 @@ class Holdings:
                 if proof.pages is not None and proof.pages.isdisjoint(self.ledger.pages(transfer.tid)):
                     continue  # a fence of another transfer's pages
                 if transfer.state in (State.RESERVED, State.OFFERED):
-                    actions += self._hold(transfer, "the peer's access was revoked")
+                    actions += self._hold(transfer, ACCESS_REVOKED)
                 self._before_close(peer)
                 peer.proven = peer.proven or self.ledger.close(key, proof)
                 if not peer.proven:  # it covered some pages only: the rest is asked for again

@@ -83,12 +83,6 @@ class Lender(Holdings):
         self._add(Transfer(tid, room, pairing, tokens, prefix, dict(ranks)))
         return tid
 
-    def local(self, pages: int) -> TransferId | None:
-        """Pages and an id for a request that needs no hand-off (it was retracted and computes its prompt again).
-        Never offered to anybody, so it is the ledger's alone."""
-        tid = self.ids.next
-        return None if self.ledger.own(tid, pages) is None else self.ids.mint()
-
     def on(self, event: Event) -> list[Action]:
         if isinstance(event, Heard):
             return self._heard(event)

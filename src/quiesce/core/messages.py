@@ -61,6 +61,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
     kv_heads: int
     head_dim: int
     ranks: int = 1
+    direction: Literal["push", "pull"] = "push"  # who moves the pages: prefill writes them, or decode reads them
 
     def difference(self, other: Fingerprint) -> str | None:
         """The first field that differs as `name: mine != theirs`, or None."""
@@ -99,7 +100,7 @@ class Welcome(Message, frozen=True):
     challenge: int
     version: int
     fingerprint: Fingerprint
-    descriptor: bytes = b""
+    descriptor: bytes = b""  # pull: of the source, as in `Hello`
 
 
 class Confirm(Message, frozen=True):
@@ -222,6 +223,22 @@ class Ack(Message, frozen=True):
     leg: Leg
 
 
+class Check(Message, frozen=True):
+    """Pull, D -> P, said after the last read was placed: is this grant still in force? `nonce` is of this question,
+    so that an answer to an earlier one is none (guard L10)."""
+
+    leg: Leg
+    nonce: int
+
+
+class Standing(Message, frozen=True):
+    """Pull, P -> D: what `Check` asked for, looked at after it was heard."""
+
+    leg: Leg
+    nonce: int
+    generation: int | None  # under which the pages are lent at this moment; None: they are not
+
+
 class Abort(Message, frozen=True):
     leg: Leg
     reason: str
@@ -293,6 +310,7 @@ class Register(Message, frozen=True):
     draining: bool = False  # takes no new work
     local_prefill: bool = False  # a decode worker that computes prompts of its own when asked to
     step: str = ""
+    cautions: tuple[str, ...] = ()  # for operators: what makes this worker less safe than the default is
 
 
 class Registered(Message, frozen=True):
@@ -376,7 +394,8 @@ class Inspected(Message, frozen=True):
     state: dict[str, Any]  # JSON-able: ledger, tables, queues; what /debug/ledger shows
 
 
-HandOff = Request | Offer | Accept | Refused | Done | Failed | Ack | Abort | Drained | NeverStarted | Busy | Tainted
+Pull = Request | Check | Standing
+HandOff = Pull | Offer | Accept | Refused | Done | Failed | Ack | Abort | Drained | NeverStarted | Busy | Tainted
 Session = Hello | Welcome | Confirm | Unwelcome | Ping | Pong | Await | Reached
 Control = Register | Registered | Exited | Start | Cancel | Tokens | PromptLogprobs | Ended | Inspect | Inspected
 Wire = HandOff | Session | Control

@@ -1,4 +1,4 @@
-"""Pull, as seen by the prefill rank whose source pages are read (protocol, 5a). No role uses it yet.
+"""Pull, as seen by the prefill rank whose source pages are read (protocol, 5a).
 
 COMPUTING -> LENT -> CLOSED, or -> HOLDING -> CLOSED. It mints nothing: ids are decode's. A page that was lent comes
 back by a proof about the reader, as in push; nothing that the reader checks for itself entitles this side to free.
@@ -18,6 +18,7 @@ from quiesce.core.messages import (
     Accept,
     Ack,
     Busy,
+    Check,
     Done,
     Drained,
     Failed,
@@ -27,11 +28,12 @@ from quiesce.core.messages import (
     Ping,
     Refused,
     Request,
+    Standing,
     Tainted,
     TransferId,
 )
 from quiesce.core.proofs import LeaseKey, ProofKind
-from quiesce.core.pulling import COMPUTING, LENT, Computed, Generations, ReaderUp
+from quiesce.core.pulling import COMPUTING, LENT, Computed, ReaderUp
 
 __all__ = ["PEER_TABLE", "TABLE", "Event", "PullLender"]
 
@@ -60,15 +62,15 @@ class PullLender(Holdings, ClosedSets):
         ClosedSets.__init__(self)
         self.lease_ms = lease_ms
         self.max_records = max_records
-        self.generations = Generations()
+        self.in_force: dict[Leg, int] = {}  # generation under which it is lent now; a leg is lent once, ever
         self.tombstones: set[Leg] = set()  # ended; a late REQUEST must find it (guard N5)
 
     def _key(self, leg: Leg) -> LeaseKey:
         return LeaseKey.source(leg)
 
     def _before_close(self, peer: Published) -> None:
-        """The generation ends first, then the pages may be reused (guard L10)."""
-        self.generations.end(peer.offer.grant.generation)
+        """The grant ends first, then the pages may be reused (guard L10)."""
+        self.in_force.pop(peer.offer.leg, None)
 
     def _leg(self, transfer: Transfer) -> Leg:
         (d_rank,) = transfer.ranks
@@ -96,7 +98,10 @@ class PullLender(Holdings, ClosedSets):
         if leg.tid.epoch != speaker or leg.p_rank != self.rank:
             return self._drop()
         if leg.p_epoch != self.epoch:
-            return [Send(speaker, Refused(leg, "wrong epoch"))] if isinstance(message, Request) else self._drop()
+            ours = isinstance(message, Request | Check)
+            return [Send(speaker, Refused(leg, "wrong epoch"))] if ours else self._drop()
+        if isinstance(message, Check):  # looked at now: after the question, and so after the last read (guard L10)
+            return [Send(speaker, Standing(leg, message.nonce, self.in_force.get(leg)))]
         # ACK of any FAILED, also of closed and unknown ids: the reader must be able to stop repeating.
         answer: list[Action] = [Send(speaker, Ack(leg))] if isinstance(message, Failed) else []
         transfer = self.transfers.get(leg.tid)
@@ -143,14 +148,15 @@ class PullLender(Holdings, ClosedSets):
             leg=leg,
             room=transfer.room,
             pairing=event.pairing,
-            grant=Grant(event.region, self.generations.begin(), pages),
+            grant=Grant(event.region, event.generation, pages),
             tokens=event.tokens,
             prefix=transfer.prefix,
             remaining_ms=event.remaining_ms,
             result=event.result,
         )
         # LENT is recorded first, then said (guard H4).
-        self.ledger.lend(LeaseKey.source(leg), offer.grant.generation, pages)
+        self.ledger.lend(LeaseKey.source(leg), event.generation, pages)
+        self.in_force[leg] = event.generation
         transfer.published[leg.d_rank] = Published(offer)
         transfer.state = LENT
         return [Send(leg.tid.epoch, offer), Arm(Timer.REPEAT, leg.tid), self._lease(leg.tid)]

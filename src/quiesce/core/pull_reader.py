@@ -1,4 +1,4 @@
-"""Pull, as seen by the decode rank that reads (protocol, 5a). No role uses it yet.
+"""Pull, as seen by the decode rank that reads (protocol, 5a).
 
 ASKED -> READING -> CHECK -> COMMITTED, or from any of the first three -> GIVEN UP, which ends at count zero without
 taint or by a fence of our own. The destination pages are lent to our own reads, so they come back by the same ledger

@@ -14,23 +14,6 @@ COMPUTING, LENT = State.RESERVED, State.OFFERED  # of the side that lends
 ASKED, READING, CHECK, GIVEN_UP = State.RESERVED, State.OFFERED, State.LANDED, State.HOLDING  # of the reader
 
 
-class Generations:
-    """Which grants of source pages are in force, one number each, never used again. The transport shows this to
-    readers: it is what their check after landing looks at (guard L10)."""
-
-    def __init__(self) -> None:
-        self.newest = 0
-        self.in_force: set[int] = set()
-
-    def begin(self) -> int:
-        self.newest += 1
-        self.in_force.add(self.newest)
-        return self.newest
-
-    def end(self, generation: int) -> None:
-        self.in_force.discard(generation)
-
-
 @dataclass(slots=True)
 class Asked(Transfer):
     """The reader's view of a transfer."""
@@ -67,6 +50,7 @@ class Computed:
     pairing: bytes
     tokens: int
     region: int
+    generation: int  # under which the transport lets this reader in now
     remaining_ms: int
     result: FirstToken | None
 
@@ -89,9 +73,9 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What the source said of the grant, looked at after `CheckGrant`: its epoch, and the generation in force for
-    it. Zeros: not in force, or nobody could be asked."""
+    """What the source said of the grant, looked at after `CheckGrant`: its epoch, and the generation under which the
+    pages are lent. None: they are not, or nobody could be asked."""
 
     leg: Leg
     epoch: int
-    generation: int
+    generation: int | None

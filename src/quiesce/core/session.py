@@ -53,7 +53,7 @@ class Handshake:
             return Unwelcome(self.epoch, hello.challenge, f"protocol version: {ours} here, {theirs} there")
         difference = self.fingerprint.difference(hello.fingerprint)
         if difference is not None:
-            return Unwelcome(self.epoch, hello.challenge, f"layout differs in {difference}")
+            return Unwelcome(self.epoch, hello.challenge, f"the two engines differ in {difference}")
         challenge = self._draw()
         self._open = {challenge: hello.epoch}
         self.version = version

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quiesce.core.messages import Grant
 from quiesce.core.posting import Outcome
@@ -59,6 +59,7 @@ class _Write:
     first: list[int]  # its page lists, in the order of its arguments
     second: list[int]
     grant: Grant
+    reads: bool
     fate: Fate
     held: bool
     limit: int  # pages that will be handed on, all told
@@ -74,10 +75,19 @@ class _Write:
 
 
 class FaultyTransport(Transport):
-    """Wraps `inner`; `decide` gives each write its fate. With a `clock` of your own, call `poll` to advance."""
+    """Wraps `inner`; `decide` gives each post its fate. With a `clock` of your own, call `poll` to advance.
+    `proves=False`: an engine that can prove nothing, neither fence nor death nor drain, and says so."""
 
-    def __init__(self, inner: Transport, decide: Decide, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.caps = inner.caps
+    def __init__(
+        self,
+        inner: Transport,
+        decide: Decide,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        proves: bool = True,
+    ) -> None:
+        self.caps = inner.caps if proves else replace(inner.caps, fence="none", fence_cost="none", drain="none")
+        self._proves = proves
         self._inner = inner
         self._decide = decide
         self._clock = clock
@@ -106,19 +116,21 @@ class FaultyTransport(Transport):
     # ------------------------------------------------------------ posting
 
     def write(self, peer: Peer, src_pages: Sequence[int], dst_pages: Sequence[int], grant: Grant) -> Post:
-        return self._begin(self._inner.write, peer, src_pages, dst_pages, grant)
+        return self._begin(self._inner.write, peer, src_pages, dst_pages, grant, reads=False)
 
     def read(self, peer: Peer, dst_pages: Sequence[int], src_pages: Sequence[int], grant: Grant) -> Post:
-        return self._begin(self._inner.read, peer, dst_pages, src_pages, grant)
+        return self._begin(self._inner.read, peer, dst_pages, src_pages, grant, reads=True)
 
-    def _begin(self, make: Make, peer: Peer, first: Sequence[int], second: Sequence[int], grant: Grant) -> Post:
+    def _begin(
+        self, make: Make, peer: Peer, first: Sequence[int], second: Sequence[int], grant: Grant, reads: bool
+    ) -> Post:
         self._last += 1
         fate = self._decide(len(first))
         limit = max(len(first), len(second), 1)
         if fate.fail_after is not None:
             limit = min(limit, fate.fail_after)
         post = Post(self._last, peer)
-        write = _Write(post, make, list(first), list(second), grant, fate, fate.hold, limit)
+        write = _Write(post, make, list(first), list(second), grant, reads, fate, fate.hold, limit)
         self._writes[write.post.id] = write
         if fate.tell_unknown:
             self._tell(write, Outcome.UNKNOWN)
@@ -196,7 +208,9 @@ class FaultyTransport(Transport):
 
     def drain(self, peer: Peer) -> bool:
         """Writes that were reported as UNKNOWN count for as long as they really go on."""
-        return self._inner.drain(peer) and not any(w.post.peer == peer for w in self._writes.values())
+        return (
+            self._proves and self._inner.drain(peer) and not any(w.post.peer == peer for w in self._writes.values())
+        )
 
     def disconnect(self, peer: Peer) -> None:
         self._inner.disconnect(peer)
@@ -256,10 +270,18 @@ class FaultyTransport(Transport):
     def fence(
         self, peer_epoch: int, generation: int | None = None, pages: frozenset[int] | None = None
     ) -> FenceProof | None:
-        return self._inner.fence(peer_epoch, generation, pages)
+        """Own reads that are still to be handed on are revoked with those that were."""
+        if not self._proves:
+            return None
+        proof = self._inner.fence(peer_epoch, generation, pages)
+        if proof is not None:
+            upto = proof.generation
+            self._stop(lambda w: w.reads and w.post.peer.epoch == peer_epoch and w.grant.generation <= upto)
+            self._advance()
+        return proof
 
     def gone(self, peer_epoch: int) -> FenceProof | None:
-        return self._inner.gone(peer_epoch)
+        return self._inner.gone(peer_epoch) if self._proves else None
 
     def consume_barrier(self, pages: Sequence[int]) -> None:
         self._inner.consume_barrier(pages)

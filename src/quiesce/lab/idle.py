@@ -7,6 +7,7 @@ from typing import Any
 EMPTY = (
     *("legs", "running", "waiting", "queue", "offers", "posts", "promised"),
     *("asking", "turns", "siblings", "retracted", "revoking"),
+    *("unattached", "checks"),
 )
 
 

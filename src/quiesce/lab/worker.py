@@ -14,7 +14,7 @@ from quiesce.lab.lossy import Lossy, Mischief
 from quiesce.lab.race.journal import GatedTransport, Journal, follow
 from quiesce.lab.unsafe import free_at_once
 from quiesce.ops.logs import configure_logging
-from quiesce.roles.assembly import make_engine, make_transport
+from quiesce.roles.assembly import make_engine, make_transport, make_worker
 from quiesce.roles.colocated import ColocatedWorker
 from quiesce.roles.decode import DecodeWorker
 from quiesce.roles.prefill import PrefillWorker
@@ -23,7 +23,8 @@ from quiesce.transfer.interface import Transport
 
 
 class Faults(msgspec.Struct, frozen=True):
-    """What the writes of a prefill worker meet, and which release rule a decode worker has."""
+    """What the posts of a worker meet (prefill's writes in push, decode's reads in pull), what its transport can
+    prove, and which release rule a decode worker has."""
 
     seed: int = 0
     hold: float = 0.0
@@ -32,7 +33,8 @@ class Faults(msgspec.Struct, frozen=True):
     ms_per_page: tuple[float, float] = (0.0, 0.0)
     release: Literal["proof", "at once"] = "proof"
     retract_every: int = 0  # steps; 0: only when the pool is short
-    stuck_write: int = 0  # this write, counted from 1, stays in progress for ever; 0: none
+    stuck_write: int = 0  # this post, counted from 1, stays in progress for ever; 0: none
+    proves: bool = True  # False: a transport without fence, drain and proof of death
     mischief: tuple[Mischief, ...] = ()  # what this worker's messages meet
     gate: str = ""  # prefill: while this file exists its writes are held back
     journal: str = ""  # a file that tells what happened to each page
@@ -51,7 +53,8 @@ def settings_from(plain: dict[str, Any]) -> WorkerSettings:
 
 def transport_for(settings: WorkerSettings, faults: Faults) -> Transport:
     transport = make_transport(settings)
-    if settings.role != "prefill":
+    posts = settings.role == ("prefill" if settings.direction == "push" else "decode")
+    if not posts and faults.proves:
         return transport
     decide = seeded(
         faults.seed,
@@ -65,7 +68,7 @@ def transport_for(settings: WorkerSettings, faults: Faults) -> Transport:
     if faults.gate or faults.journal:
         journal = Journal(Path(faults.journal)) if faults.journal else None
         return GatedTransport(transport, decide, Path(faults.gate) if faults.gate else None, journal)
-    return FaultyTransport(transport, decide)
+    return FaultyTransport(transport, decide, proves=faults.proves)
 
 
 def stuck(decide: Decide, number: int) -> Decide:
@@ -86,12 +89,10 @@ def main(path: str) -> int:
         retract_every(colocated, spec.faults.retract_every)
         return colocated.run()
     transport = transport_for(settings, spec.faults)
-    if settings.role == "prefill":
-        prefill = PrefillWorker(settings, engine, transport)
-        Lossy(prefill, spec.faults.mischief)
-        return prefill.run()
-    worker = DecodeWorker(settings, engine, transport)
+    worker = make_worker(settings, engine, transport)
     Lossy(worker, spec.faults.mischief)
+    if isinstance(worker, PrefillWorker):
+        return worker.run()
     if spec.faults.release == "at once":
         free_at_once(worker.ledger)
     retract_every(worker, spec.faults.retract_every)

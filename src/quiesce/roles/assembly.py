@@ -1,4 +1,4 @@
-"""From settings to an engine and a transport: the one place that knows every kind of them."""
+"""From settings to an engine, a transport and a worker: the one place that knows every kind of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import logging
 from quiesce.core.admission import refuse_pool
 from quiesce.engine.engine import Engine
 from quiesce.engine.errors import EngineError
+from quiesce.roles.decode import DecodeWorker
+from quiesce.roles.prefill import PrefillWorker
+from quiesce.roles.pull_lending import PullPrefillWorker
+from quiesce.roles.pull_reading import PullDecodeWorker
 from quiesce.roles.settings import WorkerSettings
 from quiesce.transfer.interface import Transport
 from quiesce.transfer.shm import ShmTransport
@@ -42,4 +46,17 @@ def make_engine(settings: WorkerSettings) -> Engine:
 def make_transport(settings: WorkerSettings) -> Transport:
     if settings.transfer != "shm":
         raise EngineError(f"--transfer {settings.transfer}: this version moves pages by shm only")
-    return ShmTransport(settings.run_dir, settings.epoch, stall_seconds=settings.hold_timeout)
+    return ShmTransport(
+        settings.run_dir, settings.epoch, stall_seconds=settings.hold_timeout, direction=settings.direction
+    )
+
+
+def make_worker(settings: WorkerSettings, engine: Engine, transport: Transport) -> PrefillWorker | DecodeWorker:
+    """The half of the hand-off that the role has in this direction."""
+    kinds: dict[tuple[str, str], type[PrefillWorker] | type[DecodeWorker]] = {
+        ("prefill", "push"): PrefillWorker,
+        ("decode", "push"): DecodeWorker,
+        ("prefill", "pull"): PullPrefillWorker,
+        ("decode", "pull"): PullDecodeWorker,
+    }
+    return kinds[settings.role, settings.direction](settings, engine, transport)

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
+from collections.abc import Callable
 from typing import Any, Literal
 
 import zmq
 
 from quiesce.core.admission import pages_for
-from quiesce.core.lender import End, Lender, NotRevoked, PeerLost, Publish, Revoked, Verified
+from quiesce.core.lender import End, Lender, PeerLost, Publish, Verified
 from quiesce.core.lender import Event as LenderEvent
 from quiesce.core.machine import Action, Arm, Closed, Committed, Fired, Heard, Lost, Revoke, Send, Verify
 from quiesce.core.messages import Await, HandOff, Ping, Pong, Reached, Sample, TransferId
-from quiesce.core.proofs import Proof
+from quiesce.core.pull_reader import Event as ReaderEvent
+from quiesce.core.pull_reader import PullReader
 from quiesce.engine.engine import Engine
 from quiesce.engine.sampler import Sampled
 from quiesce.roles.answering import AnsweringWorker
 from quiesce.roles.late import Asking
 from quiesce.roles.legs import WorkerLeg
-from quiesce.roles.prefill_peers import NoLink, PrefillPeers
+from quiesce.roles.prefill_peers import Ends, NoLink, PrefillPeers
+from quiesce.roles.proving import check_transport
 from quiesce.roles.report import generation_samples, lender_samples
+from quiesce.roles.revoking import Revoking
 from quiesce.roles.settings import WorkerSettings
 from quiesce.transfer.interface import Transport
 
 log = logging.getLogger("quiesce.decode")
 
 PING_SECONDS = 1.0
-FENCE_PATIENCE = 5.0  # seconds a fence may take before it counts as not to be had
-FENCE_POLL = 0.01
 DEADLINE_SKEW = 0.25  # seconds by which the two legs of a request may differ about its deadline
 
 
@@ -36,31 +39,65 @@ class DecodeWorker(AnsweringWorker):
     role = "decode"
 
     def __init__(self, settings: WorkerSettings, engine: Engine, transport: Transport) -> None:
+        check_transport(transport.caps, settings)
         super().__init__(settings, engine)
-        self.transport = transport
+        self.transport, self.caps = transport, transport.caps
         self.region = transport.register(engine.kv.arena)
         self.poller.register(transport.fileno(), zmq.POLLIN)
-        self.lender = Lender(
-            self.epoch,
-            self.ledger,
-            expiry=settings.on_hold_expiry,
-            costly_fence=transport.caps.fence_cost == "disrupts_all",
-            page_fence=transport.caps.fence == "page",
-        )
+        self.lender = self.machine(transport)
         self.peers = PrefillPeers(
             self.context,
             self.poller,
             self.keys,
             self.epoch,
-            engine.fingerprint,
-            transport,
+            self.fingerprint(),
+            self.ends(transport),
             settings.hold_timeout,
         )
         self.received = 0  # prompt tokens that came over hand-offs
         self.asking = Asking(lambda epoch, room: self.peers.send(epoch, Await(room)))
-        self.revoking: dict[tuple[int, frozenset[int] | None], tuple[Revoke, float]] = {}
+        self.revoking = Revoking(transport, self.timers, self.tell)
         self.lent: dict[TransferId, tuple[int, int]] = {}  # what the transport lets whom touch: epoch, generation
         self.timers.after(PING_SECONDS, "ping", self._ping)
+
+    # ------------------------------------------------------------ what pull has otherwise
+
+    def machine(self, transport: Transport) -> Lender | PullReader:
+        return Lender(
+            self.epoch,
+            self.ledger,
+            expiry=self.settings.on_hold_expiry,
+            costly_fence=transport.caps.fence_cost == "disrupts_all",
+            page_fence=transport.caps.fence == "page",
+        )
+
+    def ends(self, transport: Transport) -> Ends:
+        """What a session with a prefill worker attaches."""
+        return transport
+
+    def begin(self, tid: TransferId, prefill: int, remaining_ms: int) -> None:
+        """It has its pages: the transfer begins."""
+        generation = self.transport.lend(prefill, self.ledger.pages(tid))
+        assert generation is not None
+        self.lent[tid] = (prefill, generation)
+        self.tell(Publish(tid, 0, self.region.id, generation, remaining_ms))
+
+    def reading(self) -> tuple[int, ...]:
+        """Seqs whose lease at the source a PING renews."""
+        return ()
+
+    def reads(self) -> Counter[str]:
+        """Of pull: reads that ended UNKNOWN (`taints`), and what the sources said after landing."""
+        return Counter()
+
+    def transport_turn(self) -> None:
+        for event in self.transport.events():
+            self._guarded(
+                self.tell, PeerLost(event.peer_epoch, f"the prefill engine's mover is gone: {event.reason}")
+            )
+
+    def source_gone(self, epoch: int, reason: str) -> None:
+        self.tell(PeerLost(epoch, reason))
 
     # ------------------------------------------------------------ legs
 
@@ -135,17 +172,15 @@ class DecodeWorker(AnsweringWorker):
             return False
         self.waiting.remove(leg)
         self.generation.admit(leg, tid)
-        generation = self.transport.lend(prefill, self.ledger.pages(tid))
-        assert generation is not None
-        self.lent[tid] = (prefill, generation)
         remaining = leg.arrived + leg.start.deadline_ms / 1000 - time.monotonic()
-        self.tell(Publish(tid, 0, self.region.id, generation, max(1, int(remaining * 1000))))
+        self.begin(tid, prefill, max(1, int(remaining * 1000)))
         return True
 
     # ------------------------------------------------------------ the machine
 
-    def tell(self, event: LenderEvent) -> None:
-        self.carry_out(self.lender.on(event))
+    def tell(self, event: LenderEvent | ReaderEvent) -> None:
+        on: Callable[[Any], list[Action]] = self.lender.on
+        self.carry_out(on(event))
 
     def act(self, action: Action) -> None:
         match action:
@@ -155,8 +190,7 @@ class DecodeWorker(AnsweringWorker):
             case Arm():
                 self.timers.arm(action)
             case Revoke():
-                self.revoking[action.epoch, action.pages] = (action, time.monotonic() + FENCE_PATIENCE)
-                self._revoke()
+                self.revoking.ask(action)
             case Verify(tid, _):
                 # Digests are not negotiated by this version: a peer that sends one is not trusted to be right.
                 self.tell(Verified(tid, False, frozenset(self.peers.peers)))
@@ -204,42 +238,23 @@ class DecodeWorker(AnsweringWorker):
         for speaker, message in heard:
             if isinstance(message, HandOff):
                 self.holds.heard(message)
-                self._guarded(self.tell, Heard(message, speaker))
+                self._guarded(self.hear, message, speaker)
             elif isinstance(message, Reached):
                 self.asking.reached(message.room)
             elif not isinstance(message, Pong):
                 log.warning("%s from prefill %016x is not for a decode worker", type(message).__name__, speaker)
-        for event in self.transport.events():
-            self._guarded(
-                self.tell, PeerLost(event.peer_epoch, f"the prefill engine's mover is gone: {event.reason}")
-            )
+        self.transport_turn()
         for epoch in lost:
-            self._guarded(self.tell, PeerLost(epoch, "the prefill engine is gone"))
-        self._revoke()
+            self._guarded(self.source_gone, epoch, "the prefill engine is gone")
+        self.revoking.turn()
 
-    def _revoke(self) -> None:
-        """Asks until the transport has its proof; only a proof of the asked generation ends the asking."""
-        for key, (asked, until) in list(self.revoking.items()):
-            epoch, pages = key
-            proof = self.transport.gone(epoch) if asked.dead else None
-            if proof is None or proof.generation < asked.generation:
-                proof = self.transport.fence(epoch, asked.generation, pages)
-            if proof is not None and proof.generation >= asked.generation:
-                self.revoking.pop(key, None)
-                gone = Proof.gone(epoch, proof.generation)
-                self.tell(
-                    Revoked(gone if proof.kind == "gone" else Proof.fenced(epoch, proof.generation, proof.pages))
-                )
-            elif time.monotonic() > until:
-                self.revoking.pop(key, None)
-                self.tell(NotRevoked(epoch, asked.generation, pages))
-            else:
-                self.timers.after(FENCE_POLL, "revoke", self._revoke)
+    def hear(self, message: HandOff, speaker: int) -> None:
+        self.tell(Heard(message, speaker))
 
     def _ping(self) -> None:
         self.timers.after(PING_SECONDS, "ping", self._ping)
         counter, high, open_seqs = self.lender.closed_set()
-        ping = Ping(self.epoch, 0, self.thread.steps, counter, high, open_seqs)
+        ping = Ping(self.epoch, 0, self.thread.steps, counter, high, open_seqs, self.reading())
         for peer in self.peers.peers.values():
             if peer.taken:
                 peer.link.send(ping)
@@ -270,7 +285,7 @@ class DecodeWorker(AnsweringWorker):
 
 
 def run(settings: WorkerSettings) -> int:
-    from quiesce.roles.assembly import make_engine, make_transport  # noqa: PLC0415  (torch loads here)
+    from quiesce.roles.assembly import make_engine, make_transport, make_worker  # noqa: PLC0415  (torch loads here)
 
     engine = make_engine(settings)
-    return DecodeWorker(settings, engine, make_transport(settings)).run()
+    return make_worker(settings, engine, make_transport(settings)).run()

@@ -45,6 +45,7 @@ class DecodePeers:
         self._transport = transport
         self._epoch = epoch
         self._fingerprint = fingerprint
+        self._lends = fingerprint.direction == "pull"  # they attach to us then, and not we to them
         self._up = up
         self._by_sender: dict[bytes, DecodePeer] = {}
         self.by_epoch: dict[int, DecodePeer] = {}
@@ -96,7 +97,7 @@ class DecodePeers:
         if isinstance(answer, Welcome):
             try:
                 answer = msgspec.structs.replace(
-                    answer, descriptor=self._transport.reply(hello.epoch, hello.descriptor)
+                    answer, descriptor=self._transport.reply(hello.epoch, hello.descriptor, pull=self._lends)
                 )
             except ValueError as error:
                 answer = Unwelcome(self._epoch, hello.challenge, f"transfer engine: {error}")
@@ -143,6 +144,8 @@ class DecodePeers:
 
     def _connect(self, known: DecodePeer) -> None:
         """The same descriptor gives the same connection; another one means that the old one is fenced over there."""
+        if self._lends:
+            return
         before, known.peer = known.peer, self._transport.connect(known.descriptor, self._epoch)
         if before is not None and before != known.peer:
             self._transport.disconnect(before)

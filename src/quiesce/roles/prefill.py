@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,21 +21,23 @@ from quiesce.core.borrower import (
     Fault,
     LenderGone,
     LenderUp,
-    Outcome,
     Paired,
-    PostEnded,
     State,
 )
 from quiesce.core.borrower import Event as BorrowerEvent
+from quiesce.core.holding import ACCESS_REVOKED
+from quiesce.core.lending import Transfer
 from quiesce.core.machine import Action, Arm, Fired, Heard, Opened, Post, Send, Stopped, TryDrain
-from quiesce.core.messages import Await, FirstToken, HandOff, Leg, Ping, Reached, Sample, TransferId
+from quiesce.core.messages import Await, FirstToken, HandOff, Leg, Offer, Ping, Reached, Sample, TransferId
 from quiesce.core.proofs import LeaseKey, Proof, ProofKind
 from quiesce.core.records import LENDER_CLOSED, LENDER_GONE
 from quiesce.engine.engine import Engine, Result
 from quiesce.roles.decode_peers import DecodePeers
 from quiesce.roles.late import Turns
 from quiesce.roles.legs import WorkerLeg
-from quiesce.roles.report import borrower_samples
+from quiesce.roles.posts import Posts
+from quiesce.roles.proving import check_transport
+from quiesce.roles.report import Standing, prefill_samples
 from quiesce.roles.sequence import Sequence
 from quiesce.roles.settings import WorkerSettings
 from quiesce.roles.siblings import Siblings
@@ -59,28 +61,78 @@ class Job:
     sequence: Sequence | None = None
     posted: int = 0
 
+    def began(self) -> None:
+        """Its first page is offered, or goes, now."""
+        if self.request is not None and self.request.transfer_began is None:
+            self.request.transfer_began = time.monotonic()
+
 
 class PrefillWorker(Worker):
     role = "prefill"
 
     def __init__(self, settings: WorkerSettings, engine: Engine, transport: Transport) -> None:
+        check_transport(transport.caps, settings)
         super().__init__(settings, engine)
-        self.transport = transport
-        transport.register(engine.kv.arena)
+        self.transport, self.caps = transport, transport.caps
+        self.region = transport.register(engine.kv.arena)
         self.poller.register(transport.fileno(), zmq.POLLIN)
-        self.borrower = Borrower(self.epoch, self.ledger, window=POST_WINDOW)
-        self.peers = DecodePeers(self.listener, transport, self.epoch, engine.fingerprint, self._lender_up)
+        self.peers = DecodePeers(self.listener, transport, self.epoch, self.fingerprint(), self.peer_up)
         self.jobs: dict[int, Job] = {}  # by room
         self.by_leg: dict[Leg, Job] = {}
         self.by_tid: dict[TransferId, Job] = {}
         self.turns = Turns(lambda epoch, room: self.peers.send(epoch, Reached(room)))
         self.siblings = Siblings(self.batch, self._copy_prompt)
         self.queue: deque[Job] = deque()  # paired, waiting for pages
-        self.posts: dict[int, tuple[Leg, int]] = {}
+        self.machine()
 
-    def _lender_up(self, epoch: int) -> bool:
+    # ------------------------------------------------------------ what pull has otherwise
+
+    def machine(self) -> None:
+        self.borrower = Borrower(self.epoch, self.ledger, window=POST_WINDOW)
+        self.posts = Posts(self.tell)
+
+    def peer_up(self, epoch: int) -> bool:
+        """A session stands. False: that process was taken for dead."""
         self.tell(LenderUp(epoch))
         return epoch in self.borrower.lenders
+
+    def asked(self, leg: Leg) -> Offer | Transfer:
+        """What decode asked for: its room, its tokens."""
+        record = self.borrower.record(leg)
+        assert record is not None and record.offer is not None
+        return record.offer
+
+    def compare(self, leg: Leg, pairing: bytes) -> bool:
+        """Offer and request are about the same prompt. False: the transfer has failed of it (guard L9)."""
+        self.tell(Paired(leg, pairing))
+        record = self.borrower.record(leg)
+        return record is not None and record.state is State.OPEN
+
+    def fault(self, leg: Leg, reason: str) -> None:
+        self.tell(Fault(leg, reason))
+
+    def ready(self, job: Job, sequence: Sequence, first: FirstToken | None) -> None:
+        """More of the prompt is computed; `first`: all of it. Full pages go at once, the partial one with the last
+        chunk (guard L1)."""
+        ready = sequence.computed // self.settings.page_size if first is None else len(sequence.pages)
+        if ready > job.posted:
+            job.began()
+            chunk = Chunk(tuple(sequence.pages[job.posted : ready]), job.posted)
+            job.posted = ready
+            self.tell(ChunkReady(job.leg, chunk))
+        if first is not None:
+            self.tell(Complete(job.leg, len(sequence.tokens), first))
+
+    def transport_turn(self) -> None:
+        for made, outcome in self.transport.poll():
+            self._guarded(self.posts.ended, made, outcome)
+        for event in self.transport.events():
+            if event.final and event.peer_epoch in self.peers.by_epoch:
+                self._guarded(self.peer_gone, event.peer_epoch)
+
+    def peer_gone(self, epoch: int) -> None:
+        self.tell(LenderGone(epoch))
+        self.forget(epoch)
 
     # ------------------------------------------------------------ pairing
 
@@ -90,11 +142,9 @@ class PrefillWorker(Worker):
             self._pair(job, leg)
 
     def _opened(self, leg: Leg) -> None:
-        record = self.borrower.record(leg)
-        assert record is not None and record.offer is not None
-        room = record.offer.room
+        room = self.asked(leg).room
         if room in self.jobs:
-            self.tell(Fault(leg, f"room {room} is in use by another transfer"))
+            self.fault(leg, f"room {room} is in use by another transfer")
             return
         job = self.jobs[room] = self.by_leg[leg] = Job(leg, room)
         self.turns.forget(room)
@@ -107,21 +157,19 @@ class PrefillWorker(Worker):
     def _orphaned(self, job: Job) -> None:
         if job.request is None:
             self.unpaired += 1
-            self.tell(Fault(job.leg, f"no request for room {job.room} arrived within {ORPHAN_SECONDS:.0f} s"))
+            self.fault(job.leg, f"no request for room {job.room} arrived within {ORPHAN_SECONDS:.0f} s")
 
     def _pair(self, job: Job, request: WorkerLeg) -> None:
-        """The borrower compares what the offer and the request are about before anything is posted (guard L9)."""
+        """What was asked for and the request are compared before anything is lent or posted (guard L9)."""
         self.timers.cancel(("orphan", job.leg))
-        record = self.borrower.record(job.leg)
-        assert record is not None and record.offer is not None
+        asked = self.asked(job.leg)
         job.request, request.tid, request.offered_by = request, job.leg.tid, job.leg.tid.epoch
         tokens = len(request.start.token_ids)
-        if record.offer.tokens != tokens:
-            self.tell(Fault(job.leg, f"pairing: {record.offer.tokens} tokens are offered, the prompt has {tokens}"))
-        else:
-            self.tell(Paired(job.leg, request.pairing(self.engine.fingerprint.model)))
-        if record.state is not State.OPEN:
-            return  # about another prompt: the borrower stopped it
+        if asked.tokens != tokens:
+            self.fault(job.leg, f"pairing: {asked.tokens} tokens are asked for, the prompt has {tokens}")
+            return
+        if not self.compare(job.leg, request.pairing(self.engine.fingerprint.model)):
+            return
         job.sequence = Sequence(
             tid=job.leg.tid,
             rid=request.rid,
@@ -139,7 +187,7 @@ class PrefillWorker(Worker):
         self.turns.forget(leg.start.room)
         job = self.jobs.get(leg.start.room)
         if job is not None and job.request is leg:
-            self.tell(Fault(job.leg, reason))
+            self.fault(job.leg, reason)
 
     # ------------------------------------------------------------ computing
 
@@ -169,25 +217,17 @@ class PrefillWorker(Worker):
         self.ledger.close(key, Proof.spoken(ProofKind.COMPLETED, key))
 
     def computed(self, sequence: Sequence, result: Result) -> None:
-        """A chunk is done: its full pages go at once, the partial one with the last chunk (guard L1)."""
         job = self.by_tid[sequence.tid]
         finished = sequence.computed >= len(sequence.tokens)
-        ready = len(sequence.pages) if finished else sequence.computed // self.settings.page_size
         assert job.request is not None
         if sequence.sampling.prompt_logprobs is not None:
             self.legs.prompt_logprobs(job.request, sequence.computed, result.prompt_logprobs)
         if finished:
             self.siblings.computed(sequence)
             self.batch.remove(sequence)
-        if ready > job.posted:
-            job.request.transfer_began = job.request.transfer_began or time.monotonic()
-            chunk = Chunk(tuple(sequence.pages[job.posted : ready]), job.posted)
-            job.posted = ready
-            self.tell(ChunkReady(job.leg, chunk))
-        if finished:
-            assert result.sampled is not None
-            first = FirstToken(result.sampled.token, logprob=result.sampled.logprob)
-            self.tell(Complete(job.leg, len(sequence.tokens), first))
+        assert result.sampled is not None or not finished
+        first = FirstToken(result.sampled.token, logprob=result.sampled.logprob) if result.sampled else None
+        self.ready(job, sequence, first if finished else None)
 
     def rid_of(self, tid: TransferId) -> str | None:
         job = self.by_tid.get(tid)
@@ -217,34 +257,21 @@ class PrefillWorker(Worker):
                 self.timers.arm(action)
             case Opened(leg):
                 self._opened(leg)
-            case Post():
-                self._post(action)
+            case Post(leg=leg, source=source, destination=destination, grant=grant):
+                session = self.peers.by_epoch.get(leg.tid.epoch)
+                peer = None if session is None else session.peer
+                self.posts.make(action, peer, lambda peer: self.transport.write(peer, source, destination, grant))
             case TryDrain(leg):
                 self.tell(DrainSaid(leg, self.peers.drained(leg.tid.epoch)))
             case Stopped(leg, reason):
-                self._stopped(leg, reason)
+                record = self.borrower.record(leg)
+                asked = record is not None and record.asked  # the decode worker gave it up, and says why itself
+                self.stopped(leg, reason, "done" if reason == "done" else "given up" if asked else "failed")
             case _:
                 raise AssertionError(f"a borrower does not ask for {action}")
 
-    def _post(self, post: Post) -> None:
-        peer = self._connection(post.leg)
-        if peer is None:  # its process is gone and the connection with it: nothing was handed to anybody
-            self.tell(PostEnded(post.leg, post.number, Outcome.FAILED_CLEAN))
-            return
-        try:
-            made = self.transport.write(peer, post.source, post.destination, post.grant)
-        except Exception as error:  # an exception between post and outcome taints (guard A12)
-            log.exception("post %d raised", post.number, exc_info=error, extra={"transfer": str(post.leg.tid)})
-            self.tell(PostEnded(post.leg, post.number, Outcome.UNKNOWN))
-            return
-        self.posts[made.id] = (post.leg, post.number)
-
-    def _connection(self, leg: Leg) -> Any:
-        session = self.peers.by_epoch.get(leg.tid.epoch)
-        return None if session is None else session.peer
-
-    def _stopped(self, leg: Leg, reason: str) -> None:
-        """Nothing more is posted for it: stop computing, and say the request's last word."""
+    def stopped(self, leg: Leg, reason: str, how: Literal["done", "given up", "failed"]) -> None:
+        """Nothing more is done for it: stop computing, and say the request's last word."""
         job = self.by_leg.pop(leg, None)
         if job is None:
             return
@@ -259,11 +286,10 @@ class PrefillWorker(Worker):
             self.batch.remove(job.sequence)
         if job.request is None:
             return
-        record = self.borrower.record(leg)
-        if reason == "done":
+        if how == "done":
             job.request.transfer_ended = time.monotonic()
             self.say_end(job.request, "handed_over")
-        elif record is not None and record.asked:  # the decode worker gave it up, and says why itself
+        elif how == "given up":
             self.say_end(job.request, "cancelled", 502, reason)
         else:
             if self.legs.by_rid.get(job.request.rid) is job.request:  # else it had its last word: a cancel
@@ -286,41 +312,41 @@ class PrefillWorker(Worker):
         if isinstance(received.message, Await):
             self.turns.asked(speaker, received.message.room)
         elif isinstance(received.message, HandOff | Ping):
-            self.tell(Heard(received.message, speaker))
+            self.hear(received.message, speaker)
+
+    def hear(self, message: HandOff | Ping, speaker: int) -> None:
+        self.tell(Heard(message, speaker))
 
     def peers_turn(self) -> None:
-        for made, outcome in self.transport.poll():
-            known = self.posts.pop(made.id, None)  # None: `write` raised after it had taken the post; it is tainted
-            if known is not None:
-                self._guarded(self.tell, PostEnded(*known, outcome))
-        for event in self.transport.events():
-            if event.final and event.peer_epoch in self.peers.by_epoch:
-                self._guarded(self._lender_gone, event.peer_epoch)
+        self.transport_turn()
 
-    def _lender_gone(self, epoch: int) -> None:
-        self.tell(LenderGone(epoch))
+    def forget(self, epoch: int) -> None:
         self.turns.drop(epoch)
         self.peers.forget(epoch)
 
     # ------------------------------------------------------------ looking and leaving
 
     def samples(self) -> list[Sample]:
-        return borrower_samples(self)
+        return prefill_samples(self)
+
+    def standing(self) -> Standing:
+        borrower = self.borrower
+        return Standing(borrower.known, borrower.ended, borrower.taints, borrower.stale)
 
     def tables(self) -> dict[str, Any]:
-        states: dict[str, int] = {}
-        for record in self.borrower.all_records():
-            states[record.state.value] = states.get(record.state.value, 0) + 1
         return {
             "queue": len(self.queue),
             "turns": len(self.turns),
             "siblings": len(self.siblings),
             "offers": len(self.by_leg),
-            "records": states,
-            "posts": len(self.posts),
             "sessions": len(self.peers),
-            "stale": self.borrower.stale,
+            "stale": self.standing().stale,
+            **self.machine_tables(),
         }
+
+    def machine_tables(self) -> dict[str, Any]:
+        records = Counter(record.state.value for record in self.borrower.all_records())
+        return {"records": dict(records), "posts": len(self.posts)}
 
     def close(self) -> None:
         self.transport.close_all()
@@ -331,11 +357,12 @@ def _judged(reason: str) -> tuple[int, Literal["", "self", "peer"]]:
     """Status and fault of a transfer that was stopped here."""
     if reason.startswith("pairing: "):
         return 409, ""
-    return 502, "peer" if reason in (LENDER_CLOSED, LENDER_GONE) else "self"
+    theirs = reason in (LENDER_CLOSED, LENDER_GONE, ACCESS_REVOKED) or reason.startswith("decode ")
+    return 502, "peer" if theirs else "self"
 
 
 def run(settings: WorkerSettings) -> int:
-    from quiesce.roles.assembly import make_engine, make_transport  # noqa: PLC0415  (torch loads here)
+    from quiesce.roles.assembly import make_engine, make_transport, make_worker  # noqa: PLC0415  (torch loads here)
 
     engine = make_engine(settings)
-    return PrefillWorker(settings, engine, make_transport(settings)).run()
+    return make_worker(settings, engine, make_transport(settings)).run()

@@ -6,14 +6,13 @@ import logging
 import secrets
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
 from quiesce.channel import KeyPair, Link, LinkEvent
 from quiesce.core.messages import Address, Fingerprint, Unwelcome, Welcome, Wire
 from quiesce.core.session import Handshake
-from quiesce.transfer.interface import Transport
 
 log = logging.getLogger("quiesce.sessions")
 
@@ -46,6 +45,19 @@ class PrefillPeer:
         return self.handshake.peer == self.address.epoch
 
 
+class Ends(Protocol):
+    """What a session attaches: the transport that lends (push), or the connections of the one that reads (pull)."""
+
+    def descriptor(self, peer_epoch: int) -> bytes:
+        """For HELLO."""
+
+    def settle(self, peer_epoch: int, reply: bytes) -> None:
+        """What WELCOME said to it. Raises ValueError for what does not fit."""
+
+    def generation(self, peer_epoch: int) -> int | None:
+        """None: not attached, so nothing can be asked of that peer yet."""
+
+
 class PrefillPeers:
     """A peer is ready once it is taken and the transport has a generation for it, so that a grant can be made. One
     that is not, or not any more, gets HELLO again, each time with the descriptor that the transport has for it."""
@@ -57,7 +69,7 @@ class PrefillPeers:
         keys: KeyPair,
         epoch: int,
         fingerprint: Fingerprint,
-        transport: Transport,
+        ends: Ends,
         patience: float,
     ) -> None:
         """`patience`: seconds in which a peer that was reached must answer."""
@@ -66,7 +78,7 @@ class PrefillPeers:
         self._keys = keys
         self._epoch = epoch
         self._fingerprint = fingerprint
-        self._transport = transport
+        self._ends = ends
         self._patience = patience
         self.peers: dict[int, PrefillPeer] = {}
 
@@ -87,7 +99,7 @@ class PrefillPeers:
         return peer
 
     def ready(self, peer: PrefillPeer) -> bool:
-        if not (peer.taken and self._transport.generation(peer.address.epoch) is not None):
+        if not (peer.taken and self._ends.generation(peer.address.epoch) is not None):
             return False
         peer.ready_at = time.monotonic()
         peer.hellos = min(peer.hellos, 1)  # should it be lost, it is greeted without delay
@@ -147,7 +159,7 @@ class PrefillPeers:
             confirm = peer.handshake.on_welcome(message)
             if confirm is not None:
                 try:
-                    self._transport.settle(message.epoch, message.descriptor)
+                    self._ends.settle(message.epoch, message.descriptor)
                 except ValueError as error:
                     peer.refusal = f"transfer engine: {error}"
                     return True
@@ -170,7 +182,7 @@ class PrefillPeers:
             return
         peer.hello_at = now + min(HELLO_MOST, HELLO_FIRST * 2 ** min(peer.hellos, 8))
         peer.hellos += 1
-        peer.link.send(peer.handshake.hello(self._transport.descriptor(peer.address.epoch)))
+        peer.link.send(peer.handshake.hello(self._ends.descriptor(peer.address.epoch)))
 
     def drop(self, epoch: int) -> None:
         peer = self.peers.pop(epoch, None)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quiesce.core.admission import pages_for
@@ -14,6 +16,7 @@ from quiesce.core.lender import State as Lending
 from quiesce.core.messages import Ended, Sample
 from quiesce.roles.generation import Generation
 from quiesce.roles.legs import WorkerLeg
+from quiesce.roles.proving import unproven
 
 if TYPE_CHECKING:
     from quiesce.roles.decode import DecodeWorker
@@ -115,12 +118,17 @@ def worker_samples(worker: Worker) -> list[Sample]:
         counter("engine_steps_total", "Steps the engine has made", worker.thread.steps),
         counter("faults_total", "Unexpected errors that were logged and survived", worker.fault_count),
         counter("messages_malformed_total", "Frames from peers and router that were no message", worker.malformed),
+        gauge(
+            "transport_unproven",
+            "1: the transport cannot prove that what was posted has ended",
+            worker.caps is not None and unproven(worker.caps),
+        ),
         *worker.waits.samples(),
     ]
 
 
 def lender_samples(worker: DecodeWorker) -> list[Sample]:
-    lender, holds = worker.lender, worker.holds
+    lender, holds, reads = worker.lender, worker.holds, worker.reads()
     return [
         *(
             counter(
@@ -147,13 +155,28 @@ def lender_samples(worker: DecodeWorker) -> list[Sample]:
         counter("num_transfer_failed_reqs_total", "Requests that failed in their hand-off", worker.transfers_failed),
         counter("num_bootstrap_failed_reqs_total", "Requests that never found their other half", worker.unpaired),
         counter("stale_messages_dropped_total", "Hand-off messages about nothing that is open", lender.stale),
+        counter("transfer_taints_total", "Posts that ended UNKNOWN", reads["taints"]),
+        *(
+            counter("grant_checks_total", "Pulls looked up at their source after landing", reads[said], outcome=said)
+            for said in ("in_force", "ended")
+        ),
         *holds.samples(),
         *worker.transfers.samples(),
     ]
 
 
-def borrower_samples(worker: PrefillWorker) -> list[Sample]:
-    borrower, jobs = worker.borrower, worker.by_leg.values()
+@dataclass(frozen=True)
+class Standing:
+    """What a prefill worker's machine has to say of itself."""
+
+    known: int  # transfers that decode has not closed yet
+    ended: Mapping[str, int]  # by what became of them here
+    taints: int
+    stale: int
+
+
+def prefill_samples(worker: PrefillWorker) -> list[Sample]:
+    standing, jobs = worker.standing(), worker.by_leg.values()
     alone = sum(room not in worker.jobs for room in worker.legs.by_room)
     return [
         gauge(
@@ -166,17 +189,20 @@ def borrower_samples(worker: PrefillWorker) -> list[Sample]:
             "Requests that are computed and whose last pages are on their way",
             sum(job.sequence is not None and job.sequence.computed >= len(job.sequence.tokens) for job in jobs),
         ),
-        gauge("num_prefill_transfer_records", "Transfers that decode has not closed yet", borrower.known),
+        gauge("num_prefill_transfer_records", "Transfers that decode has not closed yet", standing.known),
         *(
             counter(
-                "prefill_transfers_total", "Transfers by what became of them here", borrower.ended[end], outcome=end
+                "prefill_transfers_total",
+                "Transfers by what became of them here",
+                standing.ended.get(end, 0),
+                outcome=end,
             )
             for end in TRANSFER_ENDS
         ),
-        counter("transfer_taints_total", "Posts that ended UNKNOWN", borrower.taints),
+        counter("transfer_taints_total", "Posts that ended UNKNOWN", standing.taints),
         counter("num_transfer_failed_reqs_total", "Requests that failed in their hand-off", worker.transfers_failed),
         counter("num_bootstrap_failed_reqs_total", "Requests that never found their other half", worker.unpaired),
-        counter("stale_messages_dropped_total", "Hand-off messages about nothing that is open", borrower.stale),
+        counter("stale_messages_dropped_total", "Hand-off messages about nothing that is open", standing.stale),
         *worker.transfers.samples(),
     ]
 

@@ -17,6 +17,7 @@ Policy = Literal["round-robin", "least-loaded"]
 Failover = Literal["never", "exact", "always"]
 Quantization = Literal["none", "int8"]
 NativeLevel = Literal["auto", "off", "avx512bf16", "avx512", "avx2", "base"]
+Direction = Literal["push", "pull"]
 
 
 def new_epoch() -> int:
@@ -64,6 +65,8 @@ class WorkerSettings:
     schedule_conservativeness: float = 1.0  # share of what running answers may still need that admission keeps free
 
     transfer: str = "shm"
+    direction: Direction = "push"  # who moves the pages: prefill writes them, or decode reads them
+    allow_unproven: bool = False  # serve with a transport that cannot prove that what was posted has ended
     reserve: Reserve = "early"  # when decode takes pages: with the request, or when prefill's queue has reached it
     strict_disaggregation: bool = False  # decode computes no prompt, whatever the router asks for
     hold_timeout: float = 30.0  # then a fence is asked for; time alone never frees a page

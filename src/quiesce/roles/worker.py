@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, Literal
 
+import msgspec
 import zmq
 
 from quiesce.channel import KeyPair, KeyRing, Listener, Received, start_authenticator
@@ -42,6 +43,7 @@ from quiesce.roles.engine_thread import EngineThread
 from quiesce.roles.legs import Legs, WorkerLeg
 from quiesce.roles.meters import Holds, Transfers, Waits
 from quiesce.roles.ownership import OwnershipLog
+from quiesce.roles.proving import cautions, too_much_retained
 from quiesce.roles.registration import HEARTBEAT, Registration
 from quiesce.roles.report import record, worker_samples
 from quiesce.roles.sequence import Batch, Sequence
@@ -49,6 +51,7 @@ from quiesce.roles.settings import WorkerSettings
 from quiesce.roles.state import identity, state_of
 from quiesce.roles.steps import Listeners, Steps
 from quiesce.roles.timers import Delays, Timers
+from quiesce.transfer.interface import Capabilities
 
 log = logging.getLogger("quiesce.worker")
 
@@ -61,6 +64,7 @@ SPARE_ROWS = 32  # at least so many beyond the running requests': holds keep the
 
 class Worker(ABC):
     role: Literal["prefill", "decode", "colocated"]
+    caps: Capabilities | None = None  # of the transport, where there is one
 
     def __init__(self, settings: WorkerSettings, engine: Engine) -> None:
         self.settings = settings
@@ -166,7 +170,7 @@ class Worker(ABC):
                 self.turn(LONGEST_WAIT)
         finally:
             self.close()
-        return EXIT_RETAINED if self.too_much_retained() else 0
+        return EXIT_RETAINED if too_much_retained(self.ledger, self.settings.max_retained) else 0
 
     def turn(self, longest: float) -> None:
         if self.draining and not self._said_draining:
@@ -298,7 +302,7 @@ class Worker(ABC):
         )
 
     def fingerprint(self) -> Fingerprint:
-        return self.engine.fingerprint
+        return msgspec.structs.replace(self.engine.fingerprint, direction=self.settings.direction)
 
     def _heartbeat(self) -> None:
         self.timers.after(HEARTBEAT, "heartbeat", self._heartbeat)
@@ -315,6 +319,7 @@ class Worker(ABC):
                 draining=self.draining,
                 local_prefill=self.role == "decode" and not self.settings.strict_disaggregation,
                 step=self.engine.how,
+                cautions=cautions(self.caps, self.settings, self.ledger),
             )
         )
 
@@ -347,10 +352,6 @@ class Worker(ABC):
 
     # ------------------------------------------------------------ stopping
 
-    def too_much_retained(self) -> bool:
-        census = self.ledger.census()
-        return bool(census.retained > self.settings.max_retained * census.total)
-
     def _asked_to_stop(self, number: int, frame: object) -> None:
         if self.draining:
             self.drain_until = 0.0  # asked twice: do not wait
@@ -359,7 +360,7 @@ class Worker(ABC):
             self.drain_until = time.monotonic() + self.settings.drain_timeout
 
     def _finished(self) -> bool:
-        if self.too_much_retained() and not self.draining:
+        if not self.draining and too_much_retained(self.ledger, self.settings.max_retained):
             log.error("more than %.0f %% of the pool is retained: draining", 100 * self.settings.max_retained)
             self._asked_to_stop(0, None)
         busy = self.legs or self.legs.outbox

@@ -45,6 +45,7 @@ def _worker(worker: Worker, now: float, registry: Registry) -> dict[str, Any]:
         "epoch": f"{worker.epoch:016x}",
         "trouble": worker.trouble(now, registry.patience),
         "full": worker.full,
+        "cautions": list(latest.cautions),
         "heartbeat_seconds_ago": round(now - worker.seen, 3),
         "progress": latest.progress,
         "queued": latest.queued,

@@ -1,7 +1,8 @@
-"""The mover: a process of its own beside a posting engine that copies pages into the memory of lenders.
+"""The mover: a process of its own beside a posting engine that copies pages into, or out of, the memory of lenders.
 
-It is apart from the engine so that a lender can revoke its access by killing it: a dead process writes nothing,
-and the engine survives. `python -m quiesce.transfer.mover CONTROL_FD SOURCE_FD PAGES PAGE_BYTES PARENT_PID`.
+It is apart from the engine so that a lender can revoke its access by killing it: a dead process touches nothing,
+and the engine survives. `python -m quiesce.transfer.mover CONTROL_FD OWN_FD PAGES PAGE_BYTES PARENT_PID ACCESS`,
+where ACCESS is what it may do to the engine's own pool: read (push), write (pull).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from quiesce.transfer import mover_wire as wire
 
 SLICE_BYTES = 2 << 20  # copied for one lender before the next one's turn
 PREFAULT_BYTES = 8 << 20
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; maps pages without changing their contents
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; map pages without changing their contents
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
@@ -34,6 +35,7 @@ class Copy:
     id: int
     src: list[int]
     dst: list[int]
+    read: bool
     done: int = 0
 
 
@@ -53,10 +55,11 @@ class Attachment:
 
 
 class Mover:
-    def __init__(self, control: socket.socket, source: np.ndarray) -> None:
+    def __init__(self, control: socket.socket, own: np.ndarray, engine: int) -> None:
         self._control = control
-        self._source = source  # uint8 [pages, page_bytes]
-        self._slice = max(1, SLICE_BYTES // source.shape[1])
+        self._engine = engine  # pidfd, shown to lenders: they hear of its death, not only of ours
+        self._own = own  # the engine's pool: uint8 [pages, page_bytes]
+        self._slice = max(1, SLICE_BYTES // own.shape[1])
         self._attached: dict[int, Attachment] = {}
         self._busy: deque[Attachment] = deque()
         self._outbox: deque[wire.Packet] = deque()  # bounded by what the engine has asked for
@@ -125,7 +128,7 @@ class Mover:
             return
         if not attachment.jobs:
             self._busy.append(attachment)
-        attachment.jobs.append(Copy(job.id, src.tolist(), dst.tolist()))
+        attachment.jobs.append(Copy(job.id, src.tolist(), dst.tolist(), job.read))
 
     def _refusal(self, job: wire.Job, attachment: Attachment | None, src: np.ndarray, dst: np.ndarray) -> str | None:
         if attachment is None or attachment.generation is None or attachment.pages is None:
@@ -136,10 +139,13 @@ class Mover:
             return f"granted in region {job.region}, attached to {attachment.request.lender.region}"
         if len(src) != len(dst) or not len(src):
             return f"{len(src)} source pages for {len(dst)} target pages"
-        if src.min() < 0 or src.max() >= len(self._source):
-            return f"source page outside 0..{len(self._source) - 1}"
-        if dst.min() < 0 or dst.max() >= len(attachment.pages):
-            return f"target page outside 0..{len(attachment.pages) - 1}"
+        source, target = (attachment.pages, self._own) if job.read else (self._own, attachment.pages)
+        if not target.flags.writeable:
+            return "these pages may be read only"
+        if src.min() < 0 or src.max() >= len(source):
+            return f"source page outside 0..{len(source) - 1}"
+        if dst.min() < 0 or dst.max() >= len(target):
+            return f"target page outside 0..{len(target) - 1}"
         return None
 
     def _copy_slice(self) -> None:
@@ -147,8 +153,9 @@ class Mover:
         self._busy.rotate(-1)
         job = attachment.jobs[0]
         end = min(job.done + self._slice, len(job.src))
-        source, target = self._source, attachment.pages
-        assert target is not None
+        theirs = attachment.pages
+        assert theirs is not None
+        source, target = (theirs, self._own) if job.read else (self._own, theirs)
         for a, b in zip(job.src[job.done : end], job.dst[job.done : end], strict=True):
             target[b] = source[a]
         job.done = end
@@ -172,7 +179,8 @@ class Mover:
         start = attachment.prefaulted
         length = min(PREFAULT_BYTES, len(attachment.memory) - start)
         try:
-            attachment.memory.madvise(_MADV_POPULATE_WRITE, start, length)
+            writable = attachment.request.lender.access != "read"
+            attachment.memory.madvise(_MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ, start, length)
             attachment.prefaulted = start + length
         except OSError:  # an older kernel: only slower
             attachment.prefaulted = len(attachment.memory)
@@ -198,9 +206,9 @@ class Mover:
             return
         self._say(attachment, wire.Greet(request.lender.token, request.own_epoch))
 
-    def _say(self, attachment: Attachment, packet: wire.Packet) -> bool:
+    def _say(self, attachment: Attachment, packet: wire.Packet, fds: tuple[int, ...] = ()) -> bool:
         try:
-            if wire.send(attachment.sock, packet):
+            if wire.send(attachment.sock, packet, fds):
                 return True
             self._lose(attachment, "the lender does not read", final=False)
         except wire.Closed as error:
@@ -227,7 +235,7 @@ class Mover:
         match got.packet:
             case wire.Challenge(nonce=nonce) if not attachment.greeted:
                 attachment.greeted = True
-                self._say(attachment, wire.Answer(nonce))
+                self._say(attachment, wire.Answer(nonce), (self._engine,))
             case wire.Memory() as memory if attachment.greeted and attachment.memory is None:
                 self._map(attachment, memory, got.fds)
             case wire.TurnedAway(reason=reason, final=final):
@@ -242,7 +250,7 @@ class Mover:
             raise wire.Malformed("the memory differs from the lender's descriptor")
         size = memory.pages * memory.page_bytes
         wire.require_sealed(fds[0], size)
-        attachment.memory = mmap.mmap(fds[0], size, mmap.MAP_SHARED)
+        attachment.memory = mmap.mmap(fds[0], size, mmap.MAP_SHARED, protection(lender.access != "read"))
         attachment.memory.madvise(mmap.MADV_DONTFORK)
         wire.close_all(fds)
         fds.clear()
@@ -282,26 +290,32 @@ class Mover:
         return True
 
 
-def die_with(parent: int) -> None:
-    """The kernel kills this process when its engine dies; if that happened before the call, leave now."""
+def die_with(parent: int) -> int:
+    """The kernel kills this process when its engine dies; if that happened before the call, leave now. A pidfd of
+    the engine."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_NAME, b"quiesce-mover", 0, 0, 0)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) or os.getppid() != parent:
         sys.exit("the mover's engine is gone")
+    return os.pidfd_open(parent)  # it is our parent and not reaped: the number is its own
+
+
+def protection(writable: bool) -> int:
+    return mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
 
 
 def main(arguments: list[str]) -> None:
-    control_fd, source_fd, pages, page_bytes, parent = map(int, arguments)
-    die_with(parent)
+    control_fd, own_fd, pages, page_bytes, parent = map(int, arguments[:5])
+    engine = die_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a stop of the whole group must not end posts before the engine
-    memory = mmap.mmap(source_fd, pages * page_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+    memory = mmap.mmap(own_fd, pages * page_bytes, mmap.MAP_SHARED, protection(arguments[5] == "write"))
     memory.madvise(mmap.MADV_DONTFORK)
-    os.close(source_fd)
-    source = np.frombuffer(memory, np.uint8).reshape(pages, page_bytes)
+    os.close(own_fd)
+    own = np.frombuffer(memory, np.uint8).reshape(pages, page_bytes)
     control = socket.socket(fileno=control_fd)
     with contextlib.suppress(wire.Closed):
-        Mover(control, source).run()
+        Mover(control, own, engine).run()
 
 
 if __name__ == "__main__":

@@ -17,23 +17,30 @@ _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_TH
 
 
 class MoverProcess:
-    """`on_packet(packet)` for everything it says, then `on_exit()` once, after it is dead and reaped."""
+    """`on_packet(packet)` for everything it says, then `on_exit()` once, after it is dead and reaped. `writes`: into
+    the engine's own pool, which pull needs; without it the mover cannot."""
 
     def __init__(
-        self, watch: Watch, arena: Arena, on_packet: Callable[[object], None], on_exit: Callable[[], None]
+        self,
+        watch: Watch,
+        arena: Arena,
+        on_packet: Callable[[object], None],
+        on_exit: Callable[[], None],
+        writes: bool = False,
     ) -> None:
         assert arena.fd is not None
         self._watch = watch
         self._on_packet, self._on_exit = on_packet, on_exit
         self.started = time.monotonic()
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # opened anew so that the mover cannot write into the pool it reads from
-        source = os.open(f"/proc/self/fd/{arena.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        # opened anew, so that a mover that only reads from the pool cannot write into it
+        access, mode = ("write", os.O_RDWR) if writes else ("read", os.O_RDONLY)
+        own = os.open(f"/proc/self/fd/{arena.fd}", mode | os.O_CLOEXEC)
         try:
-            numbers = (theirs.fileno(), source, arena.count, arena.page_bytes, os.getpid())
+            words = (theirs.fileno(), own, arena.count, arena.page_bytes, os.getpid(), access)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "quiesce.transfer.mover", *map(str, numbers)],
-                pass_fds=(theirs.fileno(), source),
+                [sys.executable, "-P", "-m", "quiesce.transfer.mover", *map(str, words)],
+                pass_fds=(theirs.fileno(), own),
                 stdin=subprocess.DEVNULL,
                 env=os.environ | _ENVIRONMENT,
             )
@@ -42,7 +49,7 @@ class MoverProcess:
             raise
         finally:
             theirs.close()
-            os.close(source)
+            os.close(own)
         self.pid = self._process.pid
         self._pidfd = os.pidfd_open(self.pid)  # our own unreaped child: the pid cannot have been reused
         watch.add(self._sock.fileno(), self._on_readable)

@@ -9,7 +9,7 @@ import os
 import socket
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -33,6 +33,7 @@ class Descriptor(msgspec.Struct, frozen=True):
     region: int
     pages: int
     page_bytes: int
+    access: Literal["write", "read", "both"] = "write"  # what movers may do here, and how they map it
 
 
 # ---------------------------------------------------------------- engine -> mover
@@ -49,7 +50,8 @@ class Detach(Packet, frozen=True):
 
 
 class Job(Packet, frozen=True):
-    """Copy source page `src[i]` to target page `dst[i]`, in order; both are native int32 arrays."""
+    """Copy page `src[i]` to page `dst[i]`, in order; both are native int32 arrays. `read`: from the lender's pool
+    into the engine's own; otherwise the other way."""
 
     id: int
     peer: int
@@ -57,6 +59,7 @@ class Job(Packet, frozen=True):
     generation: int
     src: bytes
     dst: bytes
+    read: bool = False
 
 
 # ---------------------------------------------------------------- mover -> engine
@@ -95,6 +98,8 @@ class Greet(Packet, frozen=True):
 
 
 class Answer(Packet, frozen=True):
+    """Carries a pidfd of the engine that the mover serves; one of an older version does not."""
+
     nonce: bytes
 
 

@@ -28,7 +28,7 @@ class NullTransport(Transport):
     caps = Capabilities(
         name="null",
         push=True,
-        pull=False,
+        pull=True,
         gather=True,
         notify=False,
         failure_is_terminal=True,
@@ -87,10 +87,16 @@ class NullTransport(Transport):
         return Peer(found.epoch, 0)
 
     def write(self, peer: Peer, src_pages: Sequence[int], dst_pages: Sequence[int], grant: Grant) -> Post:
+        return self._post(peer, src_pages, dst_pages, grant)
+
+    def read(self, peer: Peer, dst_pages: Sequence[int], src_pages: Sequence[int], grant: Grant) -> Post:
+        return self._post(peer, dst_pages, src_pages, grant)
+
+    def _post(self, peer: Peer, own: Sequence[int], theirs: Sequence[int], grant: Grant) -> Post:
         self._last += 1
         post = Post(self._last, peer)
-        known = grant.generation == _GENERATION and len(src_pages) == len(dst_pages)
-        granted = known and frozenset(grant.pages).issuperset(dst_pages)
+        known = grant.generation == _GENERATION and len(own) == len(theirs)
+        granted = known and frozenset(grant.pages).issuperset(theirs)
         if not self._ended and self._ready >= 0:
             os.eventfd_write(self._ready, 1)
         self._ended.append((post, Outcome.PLACED if granted else Outcome.FAILED_CLEAN))

@@ -6,20 +6,21 @@ import fcntl
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from quiesce.core.messages import Grant
 from quiesce.core.posting import Outcome
 from quiesce.transfer import mover_wire as wire
 from quiesce.transfer.arena import SEALS, shared_arena
 from quiesce.transfer.interface import Arena, Capabilities, FenceProof, Peer, PeerLost, Post, Region, Transport
-from quiesce.transfer.shm_lender import Lender
+from quiesce.transfer.shm_lender import Lender, Lets
 from quiesce.transfer.shm_poster import STALL_SECONDS, Poster
 from quiesce.transfer.watch import Watch
 
 CAPABILITIES = Capabilities(
     name="shm",
     push=True,
-    pull=False,
+    pull=True,
     gather=True,
     notify=False,
     failure_is_terminal=True,
@@ -31,9 +32,15 @@ CAPABILITIES = Capabilities(
     placed_means="visible",
 )
 
+Direction = Literal["push", "pull", "both"]
+LETS: dict[Direction, Lets] = {"push": "write", "pull": "read", "both": "both"}
+
 
 class ShmTransport(Transport):
     """Lends and posts pages of one arena. `run_dir` holds the listening socket (mode 0600, fresh name).
+
+    `direction`: in push movers write into what is lent and only read from their own engine's pool; in pull the other
+    way round; "both" is for tests of the transport itself.
 
     A mover that has work and is silent for `stall_seconds` is killed: what it had not placed ends FAILED_CLEAN.
     A mover dies with the *thread* that connects first, so let the engine's main thread own the transport.
@@ -51,12 +58,14 @@ class ShmTransport(Transport):
         max_open_posts: int = 4096,
         max_peers: int = 256,
         stall_seconds: float = STALL_SECONDS,
+        direction: Direction = "push",
     ) -> None:
         if not 1 <= max_transfer_pages <= wire.MAX_JOB_PAGES:
             raise ValueError(f"max_transfer_pages is {max_transfer_pages}, must be in 1..{wire.MAX_JOB_PAGES}")
         self._watch = Watch()
-        self._lender = Lender(self._watch, run_dir, epoch, max_peers)
-        self._poster = Poster(self._watch, max_transfer_pages, max_open_posts, max_peers, stall_seconds)
+        self._lender = Lender(self._watch, run_dir, epoch, max_peers, LETS[direction])
+        reads = direction != "push"
+        self._poster = Poster(self._watch, max_transfer_pages, max_open_posts, max_peers, stall_seconds, reads)
         self._arena: Arena | None = None
         self._closed = False
 
@@ -85,6 +94,9 @@ class ShmTransport(Transport):
         self, peer_epoch: int, generation: int | None = None, pages: frozenset[int] | None = None
     ) -> FenceProof | None:
         proof = self._lender.fence(peer_epoch, generation)
+        reads = generation is not None and self._poster.fence(peer_epoch, generation)
+        if reads and generation is not None and not self._lender.knows(peer_epoch):
+            proof = FenceProof("fenced", peer_epoch, generation)
         self._settle()
         return proof
 
@@ -108,6 +120,11 @@ class ShmTransport(Transport):
 
     def write(self, peer: Peer, src_pages: Sequence[int], dst_pages: Sequence[int], grant: Grant) -> Post:
         post = self._poster.write(peer, src_pages, dst_pages, grant)
+        self._settle()
+        return post
+
+    def read(self, peer: Peer, dst_pages: Sequence[int], src_pages: Sequence[int], grant: Grant) -> Post:
+        post = self._poster.read(peer, dst_pages, src_pages, grant)
         self._settle()
         return post
 
@@ -157,4 +174,4 @@ class ShmTransport(Transport):
 
 def factory(run_dir: Path, epoch: int, pages: int, page_bytes: int) -> tuple[ShmTransport, Arena]:
     """For the conformance suite: `quiesce.transfer.shm:factory`."""
-    return ShmTransport(run_dir, epoch, max_transfer_pages=100), shared_arena(pages, page_bytes)
+    return ShmTransport(run_dir, epoch, max_transfer_pages=100, direction="both"), shared_arena(pages, page_bytes)

@@ -12,6 +12,7 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -25,6 +26,8 @@ MAX_HALF_OPEN = 32
 MAX_DEAD_RECORDS = 4096  # beyond it the oldest proof is forgotten: pages are then held longer, never freed
 _SUN_PATH = 107
 
+Lets = Literal["write", "read", "both"]  # what a peer's mover may do to the pool
+
 
 @dataclass
 class Connection:
@@ -36,6 +39,7 @@ class Connection:
     deadline: float | None
     epoch: int = 0
     nonce: bytes = b""  # set once the token was right
+    engine: int = -1  # pidfd of the engine that it serves
     generation: int = 0  # set once the memory was passed
     attached: bool = False
 
@@ -47,6 +51,7 @@ class PeerRecord:
     epoch: int
     pid: int = 0
     pidfd: int | None = None  # of the living mover
+    engine: int = -1  # pidfd of its engine, while that lives and is known
     connection: Connection | None = None
     generation: int = 0  # the newest that was handed out
     dead_through: int = 0  # whatever copied under generations <= this is dead
@@ -55,8 +60,9 @@ class PeerRecord:
 
 
 class Lender:
-    def __init__(self, watch: Watch, run_dir: Path, epoch: int, max_peers: int) -> None:
+    def __init__(self, watch: Watch, run_dir: Path, epoch: int, max_peers: int, lets: Lets) -> None:
         self._watch = watch
+        self._lets: Lets = lets
         self._path = run_dir.resolve() / f"m{secrets.token_hex(6)}.sock"
         self._epoch = epoch
         self._max_peers = max_peers
@@ -87,6 +93,7 @@ class Lender:
                 region=self._region,
                 pages=self._arena.count,
                 page_bytes=self._arena.page_bytes,
+                access=self._lets,
             )
         )
 
@@ -151,8 +158,10 @@ class Lender:
             got = wire.receive(connection.sock, wire.LenderDecoder)
             if got is None:
                 return
-            wire.close_all(got.fds)
-            self._step(connection, got)
+            try:
+                self._step(connection, got)
+            finally:
+                wire.close_all(got.fds)
         except wire.Closed:
             self._drop(connection, "mover closed its connection")
         except wire.Malformed as error:
@@ -174,6 +183,7 @@ class Lender:
                 same = got.pid == connection.pid and not has_exited(connection.pidfd)
                 if not same or not hmac.compare_digest(nonce, connection.nonce):
                     raise wire.Malformed("the answer is not from the process that connected")
+                connection.engine = got.fds.pop() if len(got.fds) == 1 else -1
                 self._pass_memory(connection)
             case wire.Mapped(generation=generation) if connection.generation and not connection.attached:
                 if generation != connection.generation:
@@ -203,12 +213,23 @@ class Lender:
             record.pid, record.pidfd, record.killed = connection.pid, connection.pidfd, False
             connection.pidfd = -1
             self._watch.add(record.pidfd, lambda: self._on_exit(record))
+        if record.engine < 0 <= connection.engine:
+            record.engine, connection.engine = connection.engine, -1
+            self._watch.add(record.engine, lambda: self._on_engine_exit(record))
         self._last_generation += 1
         record.generation = connection.generation = self._last_generation
         record.connection = connection
         assert self._arena is not None and self._arena.fd is not None
         memory = wire.Memory(connection.generation, self._region, self._arena.count, self._arena.page_bytes)
-        self._say(connection, memory, (self._arena.fd,))
+        if self._lets != "read":
+            self._say(connection, memory, (self._arena.fd,))
+            return
+        # opened anew, so that a reader cannot write into the pool that it reads from
+        read_only = os.open(f"/proc/self/fd/{self._arena.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._say(connection, memory, (read_only,))
+        finally:
+            os.close(read_only)
 
     def _say(self, connection: Connection, packet: wire.Packet, fds: tuple[int, ...] = ()) -> None:
         if not wire.send(connection.sock, packet, fds):
@@ -230,6 +251,9 @@ class Lender:
         if connection.pidfd >= 0:
             os.close(connection.pidfd)
             connection.pidfd = -1
+        if connection.engine >= 0:
+            os.close(connection.engine)
+            connection.engine = -1
         if connection in self._half_open:
             self._half_open.remove(connection)
         record = self._records.get(connection.epoch)
@@ -245,13 +269,26 @@ class Lender:
         if record.pidfd is not None and has_exited(record.pidfd):
             self._died(record)
 
+    def _on_engine_exit(self, record: PeerRecord) -> None:
+        """Its mover dies with it, but nobody will attach for it any more."""
+        if record.engine < 0 or not has_exited(record.engine):
+            return
+        self._let_go(record)
+        self.lost.append(PeerLost(record.epoch, record.generation, "its engine died", True))
+
+    def _let_go(self, record: PeerRecord) -> None:
+        if record.engine >= 0:
+            self._watch.remove(record.engine)
+            os.close(record.engine)
+            record.engine = -1
+
     def _died(self, record: PeerRecord) -> None:
         assert record.pidfd is not None
         self._watch.remove(record.pidfd)
         os.close(record.pidfd)
         record.pidfd, record.dead_through = None, record.generation
         reason = "mover was killed by a fence" if record.killed else "mover died"
-        self.lost.append(PeerLost(record.epoch, record.generation, reason, True))
+        self.lost.append(PeerLost(record.epoch, record.generation, reason))
         if record.connection is not None:
             connection, record.connection = record.connection, None
             self._drop(connection, reason)
@@ -261,7 +298,7 @@ class Lender:
     def _forget_oldest(self) -> None:
         dead = [epoch for epoch, record in self._records.items() if record.pidfd is None]
         for epoch in dead[: max(0, len(dead) - MAX_DEAD_RECORDS)]:
-            del self._records[epoch]
+            self._let_go(self._records.pop(epoch))
 
     def tick(self, now: float) -> None:
         for connection in list(self._half_open):
@@ -279,6 +316,10 @@ class Lender:
         if record is None or record.killed or record.connection is None or not record.connection.attached:
             return None
         return record.generation
+
+    def knows(self, peer_epoch: int) -> bool:
+        """Whether it was ever let in."""
+        return peer_epoch in self._records
 
     def fence(self, peer_epoch: int, generation: int | None) -> FenceProof | None:
         record = self._records.get(peer_epoch)
@@ -335,3 +376,4 @@ class Lender:
                 self._watch.remove(record.pidfd)
                 os.close(record.pidfd)
                 record.pidfd = None
+            self._let_go(record)

@@ -6,9 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 
 from quiesce.core.messages import Grant
@@ -16,6 +14,7 @@ from quiesce.core.posting import Outcome
 from quiesce.transfer import mover_wire as wire
 from quiesce.transfer.interface import Arena, Peer, PeerLost, Post
 from quiesce.transfer.mover_process import MoverProcess
+from quiesce.transfer.shm_target import Sum, Target, read_descriptor, refusal_of
 from quiesce.transfer.watch import Watch
 
 log = logging.getLogger("quiesce.transfer")
@@ -26,37 +25,10 @@ STALL_SECONDS = 30.0
 _OVERDUE = 1.0  # a check this late means that we were away ourselves: the mover gets as long to speak
 _SETTLED = 10.0  # a mover that lived this long is not part of a crash loop
 
-_DescriptorDecoder = msgspec.msgpack.Decoder(wire.Descriptor)
-
-
-@dataclass
-class Sum:
-    """One post: how many of its jobs are not over, and whether one failed. No outcome before `left` is 0."""
-
-    post: Post
-    left: int
-    failed: bool = False
-    started: bool = False
-
-
-@dataclass
-class Target:
-    """One connection as the poster keeps it."""
-
-    peer: Peer
-    request: wire.Attach
-    queue: deque[wire.Job] = field(default_factory=deque)  # not yet with the mover
-    at_mover: int = 0
-    open_posts: int = 0
-    generation: int = 0  # of the last attachment
-    attached: bool = False
-    retry_at: float | None = None
-    tries: int = 0
-    over: bool = False  # disconnected, or the lender is gone for good
-
 
 class Poster:
-    """`stall_seconds`: a mover that has work and says nothing for so long is ended and started again."""
+    """`stall_seconds`: a mover that has work and says nothing for so long is ended and started again. `reads`: the
+    mover may also copy into our own pool."""
 
     def __init__(
         self,
@@ -65,8 +37,10 @@ class Poster:
         max_open_posts: int,
         max_peers: int,
         stall_seconds: float = STALL_SECONDS,
+        reads: bool = False,
     ) -> None:
         self._watch = watch
+        self._reads = reads
         self._stall_seconds = stall_seconds
         self._stall_at: float | None = None  # None: nothing is owed
         self._max_transfer_pages = max_transfer_pages
@@ -95,7 +69,7 @@ class Poster:
     def connect(self, descriptor: bytes, own_epoch: int) -> Peer:
         if self._arena is None:
             raise ValueError("register an arena before connecting")
-        lender = self._read(descriptor)
+        lender = read_descriptor(descriptor, self._arena.page_bytes)
         for known in self._lenders.values():
             if known.request.lender == lender and known.request.own_epoch == own_epoch and not known.over:
                 return known.peer
@@ -110,20 +84,6 @@ class Poster:
         elif self._restart_at is None:
             self._start_mover()
         return peer
-
-    def _read(self, descriptor: bytes) -> wire.Descriptor:
-        assert self._arena is not None
-        try:
-            lender = _DescriptorDecoder.decode(descriptor)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ValueError(f"not the descriptor of a shm transport: {error}") from error
-        if lender.kind != "shm" or not lender.path.startswith("/") or "\0" in lender.path:
-            raise ValueError(f"not the descriptor of a shm transport on this machine: {lender.kind!r}")
-        if lender.page_bytes != self._arena.page_bytes:
-            raise ValueError(f"pages of {lender.page_bytes} bytes there, {self._arena.page_bytes} here")
-        if not 1 <= lender.pages < 2**31:
-            raise ValueError(f"a lender cannot have {lender.pages} pages")
-        return lender
 
     def disconnect(self, peer: Peer) -> None:
         state = self._lenders.get(peer.number)
@@ -154,7 +114,7 @@ class Poster:
         assert self._arena is not None
         self._restart_at = None
         try:
-            self._mover = MoverProcess(self._watch, self._arena, self._on_packet, self._on_exit)
+            self._mover = MoverProcess(self._watch, self._arena, self._on_packet, self._on_exit, self._reads)
         except OSError as error:
             log.error("cannot start the mover process: %s; trying again", error)
             self._plan_restart()
@@ -231,11 +191,19 @@ class Poster:
     # ------------------------------------------------------------ posts
 
     def write(self, peer: Peer, src_pages: Sequence[int], dst_pages: Sequence[int], grant: Grant) -> Post:
+        return self._post(peer, src_pages, dst_pages, grant, read=False)
+
+    def read(self, peer: Peer, dst_pages: Sequence[int], src_pages: Sequence[int], grant: Grant) -> Post:
+        return self._post(peer, src_pages, dst_pages, grant, read=True)
+
+    def _post(self, peer: Peer, src_pages: Sequence[int], dst_pages: Sequence[int], grant: Grant, read: bool) -> Post:
         self.counters["posts"] += 1
         self._last_job += 1
         post = Post(self._last_job, peer)
         state = self._lenders.get(peer.number)
-        refusal = self._refusal(state, src_pages, dst_pages, grant)
+        own, theirs = (dst_pages, src_pages) if read else (src_pages, dst_pages)
+        assert self._arena is not None
+        refusal = self._not_now(read) or refusal_of(state, self._arena, own, theirs, grant, read)
         if refusal is not None or state is None:
             log.info("post %d to epoch %x refused, nothing was touched: %s", post.id, peer.epoch, refusal)
             self._end(post, Outcome.FAILED_CLEAN)
@@ -258,29 +226,30 @@ class Poster:
                 grant.generation,
                 src[part].tobytes(),
                 dst[part].tobytes(),
+                read,
             )
             self._job_posts[job.id] = total
             state.queue.append(job)
         self._feed(state)
         return post
 
-    def _refusal(self, state: Target | None, src: Sequence[int], dst: Sequence[int], grant: Grant) -> str | None:
-        if state is None or state.over:
-            return "the connection is closed or its lender is gone"
+    def _not_now(self, read: bool) -> str | None:
+        if read and not self._reads:
+            return "this transport was not opened to read"
         if self._mover is None:
             return "the mover process is being started again"
         if len(self._sums) >= self._max_open_posts:
             return f"{self._max_open_posts} posts are open already"
-        if len(src) != len(dst):
-            return f"{len(src)} source pages for {len(dst)} target pages"
-        assert self._arena is not None
-        if len(src) and (min(src) < 0 or max(src) >= self._arena.count):
-            return f"a source page is outside 0..{self._arena.count - 1}"
-        if len(dst) and (min(dst) < 0 or max(dst) >= state.request.lender.pages):
-            return f"a target page is outside 0..{state.request.lender.pages - 1}"
-        if not frozenset(grant.pages).issuperset(dst):
-            return "a target page is not in the grant"
         return None
+
+    def fence(self, peer_epoch: int, generation: int) -> bool:
+        """Ends what we read from that peer, by ending the mover: it attaches anew, and what was granted before is
+        refused then. False: we do not read."""
+        targets = [state for state in self._lenders.values() if state.peer.epoch == peer_epoch]
+        older = any(not state.attached or state.generation <= generation for state in targets)
+        if self._reads and older and self._mover is not None:
+            self._mover.end()
+        return self._reads
 
     def _pump(self) -> None:
         if self._mover is None:

@@ -181,13 +181,16 @@ class PullModel(Model):
 
     def _look(self, state: State, rank: int, side: ReadingSide, leg: Leg) -> Move:
         """The check: what the source says at this moment of the grant that was read."""
-        generation = side.lender.transfers[leg.tid].published[leg.p_rank].offer.grant.generation
         there = self.views[state[1][leg.p_rank]]
-        now = generation if generation in there.side.lender.generations.in_force else 0
-        return self._apply(state, rank, ("checked", leg, there.epoch, now))
+        return self._apply(state, rank, ("checked", leg, there.epoch, there.side.lender.in_force.get(leg)))
 
     def _own_fence(self, state: State, rank: int, epoch: int, generation: int) -> Move:
+        """Decode attaches anew, so a source that lives makes its next grants under a newer generation."""
         move = self._apply(state, rank, ("effect", epoch, generation, False, False, ()))
+        for at, number in enumerate(state[1], len(state[0])):
+            if self.views[number].epoch == epoch and move.state is not None:
+                left = ("left", self.views[state[0][0]].epoch, generation)
+                move = self._apply(move.state, at, left)._replace(event=move.event)
         return self._refusing(move, lambda read: read.leg.p_epoch == epoch and read.generation <= generation)
 
     def _refusing(self, move: Move, hit: Any) -> Move:

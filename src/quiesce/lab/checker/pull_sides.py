@@ -103,6 +103,7 @@ class SourceSide(PrefillSide):
         self.revokes: set[tuple[int, int, bool]] = set()
         self.reports: set[tuple[int, int, bool]] = set()  # fences that took effect, not reported yet
         self.fenced: dict[int, int] = {}  # reader's epoch -> newest generation that it can read no more
+        self.left: dict[int, int] = {}  # reader's epoch -> newest generation that it attached under and left
         self.renewed: set[TransferId] = set()  # by the PING heard last
         self.timers: set[tuple[Timer, TransferId | Leg]] = set()
 
@@ -135,6 +136,8 @@ class SourceSide(PrefillSide):
                 self.reports.add((epoch, generation, gone))
                 if not gone:
                     self.fenced[epoch] = max(self.fenced.get(epoch, 0), generation)
+            case ("left", epoch, generation):
+                self.left[epoch] = max(self.left.get(epoch, 0), generation)
             case ("report", epoch, generation, gone):
                 self.reports.discard((epoch, generation, gone))
                 proof = Proof.gone(epoch, generation) if gone else Proof.fenced(epoch, generation)
@@ -156,7 +159,8 @@ class SourceSide(PrefillSide):
         pages = self.sources.own(tid, self.lender.transfers[tid].tokens)
         assert pages is not None
         self.content |= dict.fromkeys(pages, tid)
-        return self.lender.on(Computed(tid, PAIRING, len(pages), 0, 1000, token_of(tid, self.rank)))
+        generation = max(self.fenced.get(tid.epoch, 0), self.left.get(tid.epoch, 0)) + 1
+        return self.lender.on(Computed(tid, PAIRING, len(pages), 0, generation, 1000, token_of(tid, self.rank)))
 
     def _do(self, actions: list[Action], world: World) -> Out:
         sends = []

@@ -96,6 +96,7 @@ class Process(Owner):
             reserve=world.reserve,
             hold_timeout=world.hold_timeout,
             max_retained=world.max_retained,
+            allow_unproven=True,
         )
 
     def _engine_thread(self) -> None:
