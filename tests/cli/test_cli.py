@@ -87,7 +87,7 @@ def test_every_option_of_serve_reaches_its_place(model: Path, asked: list[Serve]
     assert (serve.name, serve.http.host, serve.http.port) == ("chat", "0.0.0.0", 9)
     assert serve.sizes == SizeOptions(100, 8, 800, 64, 4, schedule_conservativeness=0.5)
     assert serve.engine == EngineOptions("cpu", "float32", True, 2)
-    assert serve.hand_off == HandOffOptions("shm", 3.0, "release", 0.5, "late", "pull", True)
+    assert serve.hand_off == HandOffOptions("shm", 3.0, "release", 0.5, "late", direction="pull", allow_unproven=True)
     assert serve.process == ProcessOptions(1.0, "debug")
 
 
@@ -195,7 +195,7 @@ def test_what_serve_passes_to_a_worker_comes_out_as_the_same_settings(
     monkeypatch.setattr(decode_role, "run", run)
     sizes, engine = SizeOptions(128, 8, 640, 24, 3, 9, 0.25), EngineOptions("cpu", "float32", True, 2)
     hand_off, process = (
-        HandOffOptions("shm", 7.5, "release", 0.125, "late", "pull", True),
+        HandOffOptions("shm", 7.5, "release", 0.125, "late", direction="pull", allow_unproven=True),
         ProcessOptions(2.5, "warning"),
     )
     words = ["--registry=ipc:///r", "--registry-key=router.pub", "--keys=k", "--run-dir=d", "--name=decode-4"]
