@@ -79,6 +79,14 @@ class HttpOptions:
     request_timeout: Annotated[
         float, Parameter(group=HTTP, help="Seconds from a request's arrival to its last byte.")
     ] = 600.0
+    api_keys: Annotated[
+        Path | None,
+        Parameter(
+            group=HTTP,
+            help="TOML file with a [[key]] for each API key: tenant, key or sha256, and quotas. Without it everybody "
+            "who reaches the port may ask.",
+        ),
+    ] = None
     tool_call_parser: Annotated[
         ToolCallParser,
         Parameter(
@@ -414,6 +422,7 @@ def router_settings(
         max_body=http.max_body,
         request_timeout=http.request_timeout,
         tool_call_parser=http.tool_call_parser,
+        api_keys=http.api_keys,
         hold_timeout=silence.hold_timeout,
         policy=routing.policy,
         retries=routing.retries,

@@ -26,6 +26,7 @@ class Ask(msgspec.Struct, frozen=True):
     priority: int = 0  # lower is served first
     tenant: str = ""  # whose budgets it uses: the name of its API key, never what a client says of itself
     exact: bool = True  # drawn greedily or from the client's own seed: another worker would go on the same way
+    salt: str = ""  # prompts with different ones share nothing: a tenant's name, and what its client added
 
 
 class Verdict(msgspec.Struct, frozen=True):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import msgspec
 
 KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
     408: "timeout_error",
     409: "conflict_error",
     502: "worker_error",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +14,13 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from quiesce.api import prepare
+from quiesce.api.access import Access, Key
 from quiesce.api.answer import Answer
 from quiesce.api.backend import Ask, Backend, Work
 from quiesce.api.body import ClientGone, read_body
 from quiesce.api.chat import TextModel
 from quiesce.api.errors import ApiError, unavailable
+from quiesce.api.guard import KEY
 from quiesce.api.metrics import FrontMetrics, Pace
 from quiesce.api.parse import Wanted
 from quiesce.api.reply import Reply, Sender, StreamedReply, WholeReply
@@ -39,13 +42,20 @@ class Front:
     """What all generation requests share."""
 
     def __init__(
-        self, backend: Backend, text: TextModel, model: str, limits: FrontLimits, metrics: FrontMetrics
+        self,
+        backend: Backend,
+        text: TextModel,
+        model: str,
+        limits: FrontLimits,
+        metrics: FrontMetrics,
+        access: Access | None = None,
     ) -> None:
         self.backend = backend
         self.text = text
         self.model = model
         self.limits = limits
         self.metrics = metrics
+        self.access = access or Access()
         self.inflight = 0
 
 
@@ -87,6 +97,7 @@ class Exchange:
         self._front = endpoint.front
         self._receive = receive
         self._headers = dict(scope["headers"])
+        self._key: Key = scope[KEY]
         self._loop = asyncio.get_running_loop()
         self._arrived = self._loop.time()
         self._deadline = self._arrived + self._front.limits.request_timeout
@@ -132,6 +143,7 @@ class Exchange:
         fields = {
             "rid": self._rid,
             "client_id": self._label or None,
+            "tenant": self._key.tenant or None,
             "route": self._endpoint.route,
             "status": self._out.status,
             "prompt_tokens": prompt,
@@ -145,6 +157,14 @@ class Exchange:
         front = self._front
         if front.inflight > front.limits.max_inflight:
             raise unavailable(f"all {front.limits.max_inflight} places for requests are taken", "overloaded")
+        self._key.enter(time.monotonic())
+        try:
+            await self._admitted()
+        finally:
+            self._key.leave()
+
+    async def _admitted(self) -> None:
+        front = self._front
         wanted = self._endpoint.parse(await self._body())
         check_model(wanted.model, front.model)
         if wanted.ignored:
@@ -155,6 +175,7 @@ class Exchange:
         try:
             prompts = await prepare.tokenize(wanted, front.text, self._limit())
             asks = self._asks(wanted, prompts)
+            self._key.tokens(sum(map(len, prompts)), time.monotonic())
             answers = prepare.answers(wanted, asks, front.text)
             if leaving.done():
                 raise ClientGone
@@ -164,6 +185,7 @@ class Exchange:
                 await self._answer(work, wanted, asks, answers)
             finally:
                 work.abandon("the answer could not be delivered")
+                self._key.used(sum(answer.counted for answer in answers))
         finally:
             leaving.cancel()
 
@@ -176,7 +198,8 @@ class Exchange:
 
     def _asks(self, wanted: Wanted, prompts: list[tuple[int, ...]]) -> list[Ask]:
         # The limit is asked for again: workers may have come or gone while the threads were at it.
-        ids = {"rid": self._rid, "label": self._label}
+        tenant = self._key.tenant
+        ids = {"rid": self._rid, "label": self._label, "tenant": tenant, "salt": salt_of(tenant, wanted.cache_salt)}
         defaults = self._front.text.sampling_defaults
         if wanted.timeout is not None:
             self._deadline = min(self._deadline, self._arrived + wanted.timeout)
@@ -224,6 +247,11 @@ class Exchange:
             self._out.status = 499
         else:
             await self._out.error(error)
+
+
+def salt_of(tenant: str, given: str) -> str:
+    """What keeps one tenant's cached prompts from another, and one client's from another's where it wants that."""
+    return f"{tenant}\0{given}" if tenant or given else ""
 
 
 def check_model(asked: str, served: str) -> None:

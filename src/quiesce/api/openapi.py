@@ -18,8 +18,10 @@ REQUESTS = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
 ANSWERS = (ChatCompletion, Completion, Tokenized, Detokenized, Model, Models, Readiness, ErrorBody)
 STATUSES = {
     400: "The body is not valid, or asks for what this server or its limits do not allow; `param` names the field.",
+    401: "API keys are needed here, and this is none of them.",
     404: "The model is not served here.",
     408: "The body did not arrive in time.",
+    429: "This key has used up its requests, its tokens or its places; Retry-After says when to come back.",
     413: "The body is larger than this server takes.",
     409: "The workers do not agree on what was to be computed.",
     500: "The request failed in a worker or in the server.",
@@ -96,6 +98,7 @@ def _limit(fields: dict[str, Schema], model: str, vocabulary: int) -> None:
     token = {"type": "integer", "minimum": 0, "maximum": vocabulary - 1}
     null = {"type": "null"}
     special = {
+        "cache_salt": _text(schemas.MAX_SALT, null),
         "prompt": _prompt(token) if "logprobs" in fields else _text(schemas.MAX_TEXT, null),
         "logit_bias": {"anyOf": [_biases(), null]},
         "stop": {"anyOf": [_stop(), {"type": "array", "maxItems": schemas.MAX_STOPS, "items": _stop()}, null]},
@@ -187,7 +190,7 @@ def _paths() -> Schema:
     }
     chat = _post("ChatBody", "ChatCompletion", "Answers the last message of a chat.", more=stream)
     completion = _post("CompletionBody", "Completion", "Continues each prompt.", more=stream)
-    few = (400, 404, 408, 413)
+    few = (400, 401, 404, 408, 413)
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     health = {"schema": {"type": "object", "description": "Roles, workers, and what is missing, for people."}}
     page = {"name": "page", "in": "query", "schema": {"type": "integer", "minimum": 0, "maximum": 999_999_999}}

@@ -50,6 +50,7 @@ class Wanted(msgspec.Struct, frozen=True):
     grammar: str = ""  # what the answer must be; empty: anything
     grammar_field: str = ""  # the field that says so
     tools: Tools | None = None
+    cache_salt: str = ""
 
 
 _chat = msgspec.json.Decoder(ChatBody)
@@ -171,6 +172,7 @@ def _wanted(
         kind=kind,
         grammar=grammar,
         grammar_field=structure.field_of(body) if grammar else "",
+        cache_salt=_salt(body.cache_salt or ""),
     )
 
 
@@ -181,6 +183,12 @@ def _in_range(name: str, value: Number | None) -> Number | None:
     if value is not None and (why := schemas.out_of_range(name, value)) is not None:
         raise invalid(name, why)
     return value
+
+
+def _salt(salt: str) -> str:
+    if len(salt) > schemas.MAX_SALT:
+        raise invalid("cache_salt", f"may have at most {schemas.MAX_SALT} characters, got {len(salt)}")
+    return salt
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:

@@ -39,6 +39,8 @@ def asks(
     rid: str,
     label: str,
     deadline: float,
+    tenant: str = "",
+    salt: str = "",
 ) -> list[Ask]:
     """One for each (prompt, sample), prompt by prompt.
 
@@ -55,7 +57,8 @@ def asks(
             group = f"{rid}/{i}" if wanted.n > 1 else ""
             drawn = sampling(sample)
             exact = wanted.seed is not None or drawn.temperature == 0
-            found.append(Ask(own, label, ids, drawn, deadline, group, wanted.priority, exact=exact))
+            ask = Ask(own, label, ids, drawn, deadline, group, wanted.priority, tenant, exact, salt)
+            found.append(ask)
     return found
 
 

@@ -16,6 +16,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKENS = 64
 MAX_BIASES = 1024
+MAX_SALT = 128  # characters
 MAX_ANSWERS = 64  # prompts times samples in one request
 MAX_TEXT = 1 << 20  # characters that /tokenize takes
 MAX_TOKENS = 1 << 18  # ids that /detokenize takes
@@ -104,6 +105,7 @@ class Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     timeout: float | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    cache_salt: str | None = None  # vLLM's: prompts with different salts share no cache
 
     user: Any = None
     metadata: Any = None

@@ -9,12 +9,14 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from quiesce.api.errors import ApiError
 from quiesce.api.generate import Front, Generate, check_model
+from quiesce.api.guard import Guard
 from quiesce.api.openapi import document
 from quiesce.api.pages import Model, Models, Readiness
 from quiesce.api.parse import parse_chat, parse_completion
@@ -45,7 +47,9 @@ def make_app(front: Front) -> Starlette:
         Route("/metrics", pages.metrics),
         Route("/debug/ledger", pages.ledger),
     ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _http_error, ApiError: _api_error})
+    handlers: Any = {HTTPException: _http_error, ApiError: _api_error}
+    guard = [Middleware(Guard, access=front.access)]
+    return Starlette(routes=routes, middleware=guard, exception_handlers=handlers)
 
 
 class Pages:

@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from quiesce.api.access import read_keys
 from quiesce.core.admission import refuse_pool
 from quiesce.options import ClusterOptions, EngineOptions, HandOffOptions, RoutingOptions, SizeOptions
 from quiesce.roles.settings import SettingsError
@@ -48,6 +49,15 @@ def check_model(folder: Path, sizes: SizeOptions, engine: EngineOptions, workers
         raise SettingsError(refusal[0].upper() + refusal[1:])
     if engine.device == "cpu":
         _check_memory(config, pool, engine, workers)
+
+
+def check_keys(file: Path | None) -> None:
+    """Raises SettingsError for a file of API keys that cannot be used."""
+    if file is not None:
+        try:
+            read_keys(file)
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"--api-keys: {error}.") from error
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import zmq
 from quiesce.channel import AsyncLink, KeyPair, LinkEvent
 from quiesce.core.messages import Exited
 from quiesce.ops.console import Console
-from quiesce.ops.preflight import check_cluster, check_model, check_routing, choose_port
+from quiesce.ops.preflight import check_cluster, check_keys, check_model, check_routing, choose_port
 from quiesce.ops.probe import http_probe
 from quiesce.ops.run_dir import ROUTER, SUPERVISOR, RunDir
 from quiesce.ops.supervisor import Plan, Supervisor, Timing
@@ -92,6 +92,7 @@ def serve(asked: Serve) -> int:
     check_cluster(asked.cluster)
     check_routing(asked.routing, asked.hand_off)
     _check_children(asked)
+    check_keys(asked.http.api_keys)
     check_model(asked.model, asked.sizes, asked.engine, len(asked.worker_names))
     asked = replace(asked, http=replace(asked.http, port=choose_port(asked.http.host, asked.http.port)))
     signal.signal(signal.SIGTERM, _leave)  # until the supervisor takes signals over

@@ -112,6 +112,7 @@ class RouterSettings:
     max_inflight: int = 1024  # requests; the next one is answered 503
     max_body: int = 8 << 20  # bytes of one HTTP request
     tool_call_parser: ToolCallParser = "auto"  # how the model writes tool calls
+    api_keys: Path | None = None  # None: everybody may ask
     request_timeout: float = 600.0
     hold_timeout: float = 30.0  # a worker silent for so long loses its requests; the same as the workers'
     drain_timeout: float = 10.0

@@ -14,6 +14,7 @@ import uvicorn
 import uvloop
 import zmq
 
+from quiesce.api.access import Access
 from quiesce.api.chat import TextModel
 from quiesce.api.generate import Front, FrontLimits
 from quiesce.api.metrics import FrontMetrics
@@ -63,7 +64,8 @@ class Router:
             raise
         self.dispatcher.start(self.links)
         limits = FrontLimits(settings.max_inflight, settings.request_timeout, settings.max_body)
-        self.front = Front(self.dispatcher, text, settings.served_model_name, limits, FrontMetrics())
+        access = Access(settings.api_keys)
+        self.front = Front(self.dispatcher, text, settings.served_model_name, limits, FrontMetrics(), access)
         config = uvicorn.Config(
             make_app(self.front),
             http="httptools",

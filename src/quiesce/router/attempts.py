@@ -94,6 +94,7 @@ def leg(
         priority=ask.priority,
         group="" if emitted else ask.group,
         tenant=ask.tenant,
+        salt=ask.salt,
         resumed=len(emitted),
         local=local,
     )
