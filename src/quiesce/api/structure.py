@@ -124,7 +124,11 @@ def of_schema(schema: str | dict[str, Any], where: str) -> str:
             raise invalid(where, f"is not JSON: {error}"[:300]) from None
         if not isinstance(schema, dict):
             raise invalid(where, "must be a JSON object")
-    return _bounded(LLMatcher.grammar_from_json_schema(schema, defaults=COMPACT), where)
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(schema, defaults=COMPACT)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # numbers or depths beyond its JSON
+        raise invalid(where, f"is not a JSON schema that can be read: {error}"[:300]) from None
+    return _bounded(grammar, where)
 
 
 def of_regex(regex: str, where: str) -> str:
