@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.config import Env, Toml
 
+from quiesce.lab.plan import options as plan_options
 from quiesce.options import (
     SUPERVISED,
     ClusterOptions,
@@ -260,6 +261,33 @@ def race(
 
 
 @app.command(sort_key=6)
+def plan(
+    *,
+    workload: plan_options.Workload = plan_options.Workload(),  # noqa: B008  (frozen)
+    cluster: plan_options.Cluster = plan_options.Cluster(),  # noqa: B008
+    holds: plan_options.Holds = plan_options.Holds(),  # noqa: B008
+    output: plan_options.Output = plan_options.Output(),  # noqa: B008
+) -> int:
+    """Size a cluster: what holding pages until proof costs it, in calm and in an abort storm.
+
+    Counts pages request by request: held pages over time, the wait for admission that holds add, how many workers
+    of each role the workload needs, and what a storm of aborts does with answers coming and not coming. It checks
+    itself against `abort rate x hold time x pages per request`.
+
+    Examples
+    --------
+    quiesce plan --rate 20 --prompt lognormal:6909,1.1 --answer exponential:350
+
+    quiesce plan --trace conversation_trace.jsonl --rate 100 --plot held.svg
+
+    quiesce plan --rate 50 --requests 100000 --prefill 1000 --decode 1000 --hold-timeout 10
+    """
+    from quiesce.lab.plan.command import run  # noqa: PLC0415  (only the command line sees the lab)
+
+    return run(workload, cluster, holds, output)
+
+
+@app.command(sort_key=9)
 def version() -> int:
     """Print the version."""
     print(metadata.version("quiesce"))
