@@ -1,4 +1,4 @@
-"""The plan beside `quiesce sim`: the same small clusters and requests, counted there with the product's own classes."""
+"""The plan beside `quiesce sim`: the same small clusters and requests, counted there with the product's classes."""
 
 from __future__ import annotations
 

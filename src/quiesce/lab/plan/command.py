@@ -6,10 +6,11 @@ import json
 import sys
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from quiesce.lab.plan.course import Case, Course, Simulation, Sizes
@@ -20,10 +21,12 @@ from quiesce.lab.plan.requests import NEVER, PlanError, Requests, requests_of
 from quiesce.lab.plan.sizing import Need, binding, needs, with_workers
 
 EXIT_REFUSED = 2
-CALM = "as asked for"
+CALM = "no storm"
 LEGEND = (
-    "no holds: pages go back at once, which is unsafe, to compare with. answered: every ABORT is. fenced: none is, "
-    "from the storm's begin on, and pages come back by a fence. no proof: nor can a fence be had."
+    "worst: share of one worker's pool that was held. cut: requests that a restart ended. no holds: pages go back at "
+    "once, which is unsafe and only here to compare with. answered: every ABORT is. fenced: from the storm on, none "
+    "is, and pages come back by a fence. no proof: nor can a fence be had. What holds add is a difference of two "
+    "runs: where it is small, it is luck."
 )
 
 
@@ -124,8 +127,12 @@ def _simulate(requests: Requests, sizes: Sizes, cases: list[Case], console: Cons
             bar.update(task, description=case.name)
             done = number * len(requests)
             simulation = Simulation(requests, sizes, case)
-            courses.append(simulation.run(lambda part, done=done: bar.update(task, completed=done + part)))
+            courses.append(simulation.run(partial(_advance, bar, task, done)))
     return courses
+
+
+def _advance(bar: Progress, task: TaskID, before: int, done: int) -> None:
+    bar.update(task, completed=before + done)
 
 
 # ------------------------------------------------------------ what is said
@@ -178,7 +185,7 @@ def _workers(sizes: Sizes, need: list[Need], cluster: Cluster) -> Table:
 
 
 def _held(found: list[Figures]) -> Table:
-    table = _table("held pages", "holds", "mean", "p99", "max", "worst worker", "restarts", "requests cut")
+    table = _table("held pages", "holds", "mean", "p99", "max", "worst", "restarts", "cut")
     for row in found:
         if row.holds:
             table.add_row(

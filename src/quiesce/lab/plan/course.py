@@ -20,7 +20,7 @@ from quiesce.roles.timers import REPEAT_FIRST, REPEAT_MOST
 
 WAITING, QUEUED, COMPUTING, SENDING, LANDING, DECODING, OVER = range(7)
 DOWN = 1 << 40  # load of a worker that takes nothing
-SAMPLES = 1500  # points of a curve
+SAMPLES = 400  # points of a curve
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Case:
 @dataclass
 class Course:
     """What happened. `held` and `times`: every change; retained pages are held too. `delay`: seconds to admission.
-    `samples`: (time, held, retained, promised to running requests, requests waiting)."""
+    `samples`: (time, most held since the one before, retained, promised to running requests, requests waiting)."""
 
     case: Case
     sizes: Sizes
@@ -131,7 +131,7 @@ class Simulation:
         self.held_at: list[set[int]] = [set() for _ in range(sizes.decodes)]
         self.down = [False] * sizes.decodes
         self.decodes = Least(sizes.decodes)
-        self.held_total = self.retained_total = self.promised_total = self.waiting = 0
+        self.held_total = self.retained_total = self.promised_total = self.waiting = self.peak = 0
         self.course = Course(case, sizes, requests.seconds)
         self._heap: list[tuple[float, int, Callable[[int], None], int]] = []
         self._pushed = 0
@@ -146,8 +146,9 @@ class Simulation:
             while heap and heap[0][0] <= at:
                 self._next()
             while sample <= at:
-                now = (sample, self.held_total, self.retained_total, self.promised_total, self.waiting)
+                now = (sample, self.peak, self.retained_total, self.promised_total, self.waiting)
                 course.samples.append(now)
+                self.peak = self.held_total
                 sample += step
             self.now = at
             self._arrive(number)
@@ -211,9 +212,13 @@ class Simulation:
                 self.delay[i] = self.now - self.arrival[i]
                 self.state[i] = QUEUED
                 self.offered[self.at_prefill[i]].add(i)
-                self.prefill_queue[self.at_prefill[i]].append(i)
-                self._compute(self.at_prefill[i])
+                self._later(self.case.ack / 2, self._offer_arrives, i)
             queue.popleft()
+
+    def _offer_arrives(self, i: int) -> None:
+        if self.state[i] == QUEUED:
+            self.prefill_queue[self.at_prefill[i]].append(i)
+            self._compute(self.at_prefill[i])
 
     def _compute(self, p: int) -> None:
         queue = self.prefill_queue[p]
@@ -306,12 +311,7 @@ class Simulation:
         self.prefills.add(p, -1)
         if was < COMPUTING:
             return 0.0
-        pages, sizes = self.prompt_pages[i], self.sizes
-        since = self._sends_from(i) if was == COMPUTING else self.sent_at[i] - pages * sizes.page_seconds
-        computed = pages if was == SENDING else pages * (self.now - self.began[i]) / max(self.compute[i], 1e-12)
-        sent = max(0.0, self.now - since) / sizes.page_seconds
-        posted = min(max(0.0, computed - sent), sizes.window * sizes.chunk_pages)
-        under_way = posted * sizes.page_seconds
+        under_way = self._under_way(i)
         if was == COMPUTING:
             self.busy[p] = -1
             self.nic_free[p] = max(self.nic_free[p], self.now + under_way)
@@ -320,6 +320,19 @@ class Simulation:
         self._later(under_way, self._source_back, i)
         self._compute(p)
         return under_way
+
+    def _under_way(self, i: int) -> float:
+        """Whole chunks are posted, as soon as they are computed and the window has room."""
+        sizes = self.sizes
+        chunk = min(self.prompt_pages[i], sizes.chunk_pages)
+        writing, through = chunk * sizes.page_seconds, self.sent_at[i]
+        if self.state[i] == COMPUTING:
+            computing = self.compute[i] * chunk / self.prompt_pages[i]
+            chunks = int((self.now - self.began[i]) / computing) if computing else 0
+            if not chunks:
+                return 0.0
+            through = max(self.began[i] + chunks * computing + writing, self._sends_from(i) + chunks * writing)
+        return min(max(0.0, through - self.now), sizes.window * writing)
 
     def _hold(self, i: int, under_way: float) -> None:
         case, d = self.case, self.at_decode[i]
@@ -357,11 +370,12 @@ class Simulation:
         if not self.case.loss:
             return 0.0
         lost = int(math.log(max(float(self.requests.luck[i]), 1e-300)) / math.log(self.case.loss))
-        return sum(min(REPEAT_MOST, REPEAT_FIRST * 2 ** min(n, 16)) for n in range(min(lost, 100)))
+        return sum(min(REPEAT_MOST, REPEAT_FIRST * float(1 << min(n, 16))) for n in range(min(lost, 100)))
 
     def _held(self, d: int, change: int) -> None:
         self.held[d] += change
         self.held_total += change
+        self.peak = max(self.peak, self.held_total)
         self.course.times.append(self.now)
         self.course.held.append(self.held_total)
         self.course.most_share = max(self.course.most_share, self.held[d] / self.sizes.decode_pages)

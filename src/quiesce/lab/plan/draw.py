@@ -32,7 +32,9 @@ def _matplotlib() -> Any:
         raise PlanError("--plot needs matplotlib, which is not installed: pip install 'quiesce[plot]'") from None
     matplotlib.use("Agg")
     # Text stays text and ids do not change, so that a picture can be compared with the one before.
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "quiesce", "font.size": 9})
+    matplotlib.rcParams.update(
+        {"svg.fonttype": "none", "svg.hashsalt": "quiesce", "font.size": 9, "lines.linewidth": 1.3}
+    )
     from matplotlib import pyplot  # noqa: PLC0415
 
     return pyplot
@@ -44,21 +46,21 @@ def draw(courses: list[Course], title: str, paths: list[Path]) -> None:
     figure, (held, waiting, delay) = pyplot.subplots(3, 1, figsize=(8.6, 9.2), layout="constrained")
     figure.patch.set_facecolor("white")
     figure.suptitle(title, fontsize=10)
-    for course, colour in zip([c for c in courses if c.case.holds], COLOURS, strict=False):
-        samples = np.array(course.samples)
+    shown = [course for course in courses if course.case.holds]
+    for course, colour in zip(shown, COLOURS, strict=False):
+        samples, storm = np.array(course.samples), course.case.storm
+        if storm is not None:  # before it, all are as the first one is
+            samples = samples[np.searchsorted(samples[:, 0], storm[0]) :]
         pool = course.sizes.decodes * course.sizes.decode_pages
-        times = samples[:, 0]
-        label = course.case.name
-        held.plot(times, np.maximum(100 * samples[:, 1] / pool, 1e-4), color=colour, label=label, linewidth=1.3)
-        waiting.plot(times, samples[:, 4], color=colour, label=label, linewidth=1.3)
-    for course, colour in zip([c for c in courses if c.case.holds], COLOURS, strict=False):
+        held.plot(samples[:, 0], np.maximum(100 * samples[:, 1] / pool, 1e-4), color=colour, label=course.case.name)
+        waiting.plot(samples[:, 0], samples[:, 4], color=colour, label=course.case.name)
         _tail(delay, course, colour, "-")
     for course in courses:
         if not course.case.holds:
             _tail(delay, course, "black", ":" if course.case.storm else "--")
     _name(held, "time (s)", "held pages (% of all decode pages)", "Pages held until proof")
     held.set_yscale("log")
-    held.set_ylim(bottom=1e-3)
+    held.set_ylim(bottom=1e-2)
     _name(waiting, "time (s)", "requests", "Requests that wait for admission at decode")
     _name(delay, "seconds of waiting for admission", "share that waits longer", "Wait for admission")
     delay.set_yscale("log")
@@ -73,9 +75,9 @@ def _tail(axes: Any, course: Course, colour: str, style: str) -> None:
     values = np.sort(course.delay[~np.isnan(course.delay)])
     if not len(values):
         return
-    keep = np.unique(np.linspace(0, len(values) - 1, min(len(values), 800)).astype(int))
+    keep = np.unique(len(values) - np.geomspace(1, len(values), 400).astype(int))  # dense where few wait
     share = 1.0 - (keep + 1) / (len(values) + 1)
-    axes.plot(values[keep], share, color=colour, linestyle=style, linewidth=1.3, label=course.case.name)
+    axes.plot(values[keep], share, color=colour, linestyle=style, label=course.case.name)
 
 
 def _name(axes: Any, x: str, y: str, title: str) -> None:

@@ -111,9 +111,10 @@ def _from_trace(
     laps = np.arange(count) // whole
     index = np.arange(count) % whole
     arrival = spread[index] + laps * span
+    arrival -= arrival[0]
     if rate is not None:
         arrival = arrival * ((count - 1) / arrival[-1] / rate) if arrival[-1] else np.arange(count) / rate
-    return arrival - arrival[0], prompts[order][index], answers[order][index]
+    return arrival, prompts[order][index], answers[order][index]
 
 
 def _spread(times: Floats, rng: np.random.Generator) -> Floats:
