@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from quiesce.core.messages import Grant
 from quiesce.core.posting import Outcome
@@ -260,6 +261,9 @@ class FaultyTransport(Transport):
 
     def self_test(self) -> list[str]:
         return self._inner.self_test()
+
+    def report(self) -> dict[str, Any]:
+        return self._inner.report()
 
     def counters(self) -> dict[str, int]:
         return self._inner.counters()

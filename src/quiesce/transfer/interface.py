@@ -7,8 +7,8 @@ three `Outcome`s, and only two of them say that nothing more of it will land.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -127,6 +127,10 @@ class Transport(Protocol):
     def counters(self) -> dict[str, int]:
         """Totals since the start, for the metrics."""
         return {}
+
+    def report(self) -> dict[str, Any]:
+        """JSON-able, for /health and `quiesce doctor`."""
+        return {"engine": self.caps.label, **asdict(self.caps), "counters": self.counters()}
 
     # -- the side whose memory is touched
     def register(self, arena: Arena) -> Region:

@@ -1,0 +1,84 @@
+"""How each engine that is built in is made. Libraries load inside the functions, so that a missing one hurts nobody."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from quiesce.transfer.agent import MissingEngine
+from quiesce.transfer.interface import Transport
+
+if TYPE_CHECKING:
+    from quiesce.transfer.registry import Setup
+
+
+def _no_lane(name: str, setup: Setup) -> None:
+    if setup.lane:
+        raise ValueError(f"{name} has no lanes: leave out /{setup.lane}")
+
+
+def shm(setup: Setup) -> Transport:
+    from quiesce.transfer.shm import ShmTransport  # noqa: PLC0415
+
+    _no_lane("shm", setup)
+    return ShmTransport(
+        setup.run_dir, setup.epoch, max_transfer_pages=setup.max_transfer_pages, stall_seconds=setup.patience
+    )
+
+
+def tcp(setup: Setup) -> Transport:
+    from quiesce.transfer.tcp import TcpTransport  # noqa: PLC0415
+
+    _no_lane("tcp", setup)
+    return TcpTransport(setup.epoch, host=setup.address, max_transfer_pages=setup.max_transfer_pages, tls=setup.tls)
+
+
+def nixl(setup: Setup) -> Transport:
+    """Lanes: rc where there is an RDMA device, else tcp; cma within one host."""
+    from quiesce.transfer.agents import AgentTransport  # noqa: PLC0415
+    from quiesce.transfer.nixl import NixlEngine  # noqa: PLC0415
+    from quiesce.transfer.registry import rdma_devices  # noqa: PLC0415
+
+    lane = setup.lane or ("rc" if rdma_devices() else "tcp")
+    engine = NixlEngine(lane, devices="lo" if setup.host is None and lane != "rc" else "")  # type: ignore[arg-type]
+    return AgentTransport(
+        engine, setup.run_dir, setup.epoch, host=setup.host, max_transfer_pages=setup.max_transfer_pages
+    )
+
+
+def mooncake(setup: Setup) -> Transport:
+    """Lanes: rdma where there is such a device, else tcp."""
+    from quiesce.transfer.agents import AgentTransport  # noqa: PLC0415
+    from quiesce.transfer.mooncake import MooncakeEngine  # noqa: PLC0415
+    from quiesce.transfer.registry import rdma_devices  # noqa: PLC0415
+
+    lane = setup.lane or ("rdma" if rdma_devices() else "tcp")
+    engine = MooncakeEngine(lane, host=setup.address)  # type: ignore[arg-type]
+    return AgentTransport(
+        engine, setup.run_dir, setup.epoch, host=setup.host, max_transfer_pages=setup.max_transfer_pages
+    )
+
+
+def mori(setup: Setup) -> Transport:
+    from quiesce.transfer.agents import AgentTransport  # noqa: PLC0415
+
+    try:
+        module = import_module("quiesce.transfer.mori")
+    except ImportError as error:
+        raise MissingEngine(
+            f"MORI is not installed: pip install amd-mori, on a machine with ROCm ({error})"
+        ) from error
+    return AgentTransport(
+        module.MoriEngine(host=setup.address),
+        setup.run_dir,
+        setup.epoch,
+        host=setup.host,
+        max_transfer_pages=setup.max_transfer_pages,
+    )
+
+
+def null(setup: Setup) -> Transport:
+    from quiesce.transfer.null import NullTransport  # noqa: PLC0415
+
+    _no_lane("null", setup)
+    return NullTransport(setup.epoch)
