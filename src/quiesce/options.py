@@ -159,8 +159,14 @@ class EngineOptions:
 @dataclass(frozen=True)
 class HandOffOptions:
     transfer: Annotated[
-        Literal["shm"], Parameter(group=HAND_OFF, help="What moves KV pages: shm is shared memory on one machine.")
-    ] = "shm"
+        str,
+        Parameter(
+            group=HAND_OFF,
+            help="What moves KV pages: shm, shared memory of one machine; tcp; nixl, mooncake or mori, with a lane "
+            "as in nixl/cma where one is wanted; the name of an engine that was plugged in; auto, for each pair of "
+            "workers the best that both have, shm where they share a machine.",
+        ),
+    ] = "auto"
     hold_timeout: Annotated[
         float,
         Parameter(
@@ -223,6 +229,22 @@ class HandOffOptions:
             "refused; with it, pages may stay retained until a restart, and /health says so.",
         ),
     ] = False
+    transfer_bind: Annotated[
+        str,
+        Parameter(
+            group=HAND_OFF,
+            help="Address of this host at which workers on other hosts reach its pages; empty: none does.",
+        ),
+    ] = ""
+    max_transfer_pages: Annotated[int, Parameter(group=HAND_OFF, help="Most pages that one post moves.")] = 256
+    transfer_tls_cert: Annotated[
+        Path | None,
+        Parameter(group=HAND_OFF, help="Certificate for TLS on tcp, a PEM file; with -key and -ca, on all workers."),
+    ] = None
+    transfer_tls_key: Annotated[Path | None, Parameter(group=HAND_OFF, help="Its private key.")] = None
+    transfer_tls_ca: Annotated[
+        Path | None, Parameter(group=HAND_OFF, help="The authority that must have signed the other side's.")
+    ] = None
 
 
 @Parameter(name="*")
@@ -388,6 +410,11 @@ def worker_settings(
         transfer=hand_off.transfer,
         direction=hand_off.direction,
         allow_unproven=hand_off.allow_unproven,
+        transfer_bind=hand_off.transfer_bind,
+        transfer_tls_cert=hand_off.transfer_tls_cert,
+        transfer_tls_key=hand_off.transfer_tls_key,
+        transfer_tls_ca=hand_off.transfer_tls_ca,
+        max_transfer_pages=hand_off.max_transfer_pages,
         hold_timeout=hand_off.hold_timeout,
         max_held=hand_off.max_held,
         max_held_per_tenant=hand_off.max_held_per_tenant,

@@ -249,7 +249,7 @@ def test_every_option_is_passed_on_whatever_its_value() -> None:
         HttpOptions(api_keys=Path("keys.toml")),
         SizeOptions(7),
         EngineOptions(),
-        HandOffOptions(),
+        HandOffOptions(transfer_tls_cert=Path("c"), transfer_tls_key=Path("k"), transfer_tls_ca=Path("a")),
         SilenceOptions(),
         RoutingOptions(),
         ProcessOptions(),

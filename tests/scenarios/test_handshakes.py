@@ -16,6 +16,7 @@ from quiesce.lab.cluster import Cluster
 from quiesce.roles.prefill_peers import PrefillPeer, PrefillPeers
 from quiesce.roles.settings import new_epoch
 from quiesce.transfer.arena import shared_arena
+from quiesce.transfer.choice import Choice
 from quiesce.transfer.shm import ShmTransport
 from scenarios.conftest import CHUNK, PAGE, Oracle, check_idle, until_over
 
@@ -31,7 +32,7 @@ class Caller:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], run_dir: Path, keys: KeyPair, engine: Engine) -> None:
         self.epoch = new_epoch()
-        self.transport = ShmTransport(run_dir, self.epoch)
+        self.transport = Choice([ShmTransport(run_dir, self.epoch)], self.epoch)
         self.transport.register(shared_arena(4, engine.kv.arena.page_bytes))
         self.peers = PrefillPeers(
             context,

@@ -144,7 +144,8 @@ class Borrower(Records):
             return self._fail(record, f"chunk starts at page {chunk.first}: a gap or an overlap")
         if chunk.first + len(chunk.source) > granted:
             return self._fail(record, f"{chunk.first + len(chunk.source)} pages computed, {granted} granted")
-        record.queue.append(chunk)
+        starts = range(0, len(chunk.source), self.batch)
+        record.queue += [Chunk(chunk.source[at : at + self.batch], chunk.first + at) for at in starts]
         return self._pump(record)
 
     def _post(self, record: Record, chunk: Chunk, number: int) -> Post:

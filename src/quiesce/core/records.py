@@ -26,10 +26,18 @@ LENDER_GONE = "the decode engine is gone"
 
 
 class Records(ClosedSets, Posting[Record]):
-    """`sources` is this engine's own ledger: pages under a pending post are lent to it (guard H14)."""
+    """`sources` is this engine's own ledger: pages under a pending post are lent to it (guard H14). `batch`: pages of
+    one post (guard L8)."""
 
     def __init__(
-        self, epoch: int, sources: Ledger, *, rank: int = 0, window: int = 4, max_records: int = 4096
+        self,
+        epoch: int,
+        sources: Ledger,
+        *,
+        rank: int = 0,
+        window: int = 4,
+        batch: int = 256,
+        max_records: int = 4096,
     ) -> None:
         ClosedSets.__init__(self)
         Posting.__init__(self)
@@ -37,6 +45,7 @@ class Records(ClosedSets, Posting[Record]):
         self.rank = rank
         self.sources = sources
         self.window = window
+        self.batch = batch
         self.max_records = max_records
         self.records: dict[TransferId, dict[int, Record]] = {}  # by transfer, then by lender rank
         self._by_lender: dict[tuple[int, int], dict[TransferId, Record]] = {}  # (epoch, rank): the same once more

@@ -12,8 +12,10 @@ from quiesce.roles.prefill import PrefillWorker
 from quiesce.roles.pull_lending import PullPrefillWorker
 from quiesce.roles.pull_reading import PullDecodeWorker
 from quiesce.roles.settings import WorkerSettings
+from quiesce.transfer import registry
+from quiesce.transfer.choice import Choice
 from quiesce.transfer.interface import Transport
-from quiesce.transfer.shm import ShmTransport
+from quiesce.transfer.tcp_tls import Tls
 
 log = logging.getLogger("quiesce.worker")
 
@@ -44,11 +46,39 @@ def make_engine(settings: WorkerSettings) -> Engine:
 
 
 def make_transport(settings: WorkerSettings) -> Transport:
-    if settings.transfer != "shm":
-        raise EngineError(f"--transfer {settings.transfer}: this version moves pages by shm only")
-    return ShmTransport(
-        settings.run_dir, settings.epoch, stall_seconds=settings.hold_timeout, direction=settings.direction
+    """What `--transfer` asks for, tried on scratch memory first. Raises EngineError, in one line."""
+    tls = (settings.transfer_tls_cert, settings.transfer_tls_key, settings.transfer_tls_ca)
+    setup = registry.Setup(
+        run_dir=settings.run_dir,
+        epoch=settings.epoch,
+        host=settings.transfer_bind or None,
+        max_transfer_pages=settings.max_transfer_pages,
+        patience=settings.hold_timeout,
+        direction=settings.direction,
+        tls=None if None in tls else Tls(*tls),  # type: ignore[arg-type]
     )
+    if settings.transfer != registry.AUTO:
+        try:
+            return Choice([_tried(settings.transfer, setup)], settings.epoch)
+        except (registry.MissingEngine, ValueError, OSError) as error:
+            raise EngineError(f"--transfer {settings.transfer}: {error}") from error
+    engines = []
+    for label in registry.candidates():
+        try:
+            engines.append(_tried(label, setup))
+        except (registry.MissingEngine, ValueError, OSError) as error:
+            log.warning("--transfer auto goes without %s: %s", label, error)
+    if not engines:
+        raise EngineError("--transfer auto: no transfer engine works on this machine, see the warnings above")
+    return Choice(engines, settings.epoch)
+
+
+def _tried(label: str, setup: registry.Setup) -> Transport:
+    engine = registry.make(label, setup)
+    if wrong := engine.self_test():
+        engine.close_all()
+        raise ValueError(f"its self-test failed: {'; '.join(wrong)}")
+    return engine
 
 
 def make_worker(settings: WorkerSettings, engine: Engine, transport: Transport) -> PrefillWorker | DecodeWorker:

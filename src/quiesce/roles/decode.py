@@ -275,6 +275,7 @@ class DecodeWorker(AnsweringWorker):
             "transfers_ended": dict(self.lender.ended),
             "peers": {peer.address.name: f"{epoch:016x}" for epoch, peer in self.peers.peers.items()},
             "revoking": len(self.revoking),
+            "transport": self.transport.report(),
             "stale": self.lender.stale,
         }
 

@@ -88,7 +88,7 @@ class PrefillWorker(Worker):
     # ------------------------------------------------------------ what pull has otherwise
 
     def machine(self) -> None:
-        self.borrower = Borrower(self.epoch, self.ledger, window=POST_WINDOW)
+        self.borrower = Borrower(self.epoch, self.ledger, window=POST_WINDOW, batch=settings.max_transfer_pages)
         self.posts = Posts(self.tell)
 
     def peer_up(self, epoch: int) -> bool:
@@ -339,6 +339,7 @@ class PrefillWorker(Worker):
             "turns": len(self.turns),
             "siblings": len(self.siblings),
             "offers": len(self.by_leg),
+            "transport": self.transport.report(),
             "sessions": len(self.peers),
             "stale": self.standing().stale,
             **self.machine_tables(),

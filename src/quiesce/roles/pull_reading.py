@@ -75,6 +75,7 @@ class PullDecodeWorker(DecodeWorker):
             self.epoch,
             self.ledger,
             window=READ_WINDOW,
+            batch=self.settings.max_transfer_pages,
             expiry=self.settings.on_hold_expiry,
             page_fence=transport.caps.fence == "page",
         )

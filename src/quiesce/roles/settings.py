@@ -64,7 +64,12 @@ class WorkerSettings:
     max_queued: int = 512
     schedule_conservativeness: float = 1.0  # share of what running answers may still need that admission keeps free
 
-    transfer: str = "shm"
+    transfer: str = "shm"  # engine, or engine/lane; auto: for each peer the best that both have
+    transfer_bind: str = ""  # own address that peers on other hosts reach; empty: this host only
+    transfer_tls_cert: Path | None = None  # PEM files, for tcp: all three or none
+    transfer_tls_key: Path | None = None
+    transfer_tls_ca: Path | None = None
+    max_transfer_pages: int = 256  # of one post (guard L8)
     direction: Direction = "push"  # who moves the pages: prefill writes them, or decode reads them
     allow_unproven: bool = False  # serve with a transport that cannot prove that what was posted has ended
     reserve: Reserve = "early"  # when decode takes pages: with the request, or when prefill's queue has reached it
@@ -89,12 +94,16 @@ class WorkerSettings:
             _within("--context-length", self.context_length, 2, 1 << 24)
         _within("--max-queued-requests", self.max_queued, 1, 1 << 20)
         _within("--schedule-conservativeness", self.schedule_conservativeness, 0.0, 1.0)
+        _within("--max-transfer-pages", self.max_transfer_pages, 1, 8192)
         _within("--threads", self.threads, 1, 1024)
         _within("--hold-timeout", self.hold_timeout, 0.05, 86_400)
         _within("--max-held", self.max_held, 0.01, 1.0)
         _within("--max-held-per-tenant", self.max_held_per_tenant, 0.01, 1.0)
         _within("--max-retained", self.max_retained, 0.0, 1.0)
         _within("--drain-timeout", self.drain_timeout, 0.0, 86_400)
+        tls = (self.transfer_tls_cert, self.transfer_tls_key, self.transfer_tls_ca)
+        if any(tls) and not all(tls):
+            raise SettingsError("--transfer-tls-cert, --transfer-tls-key and --transfer-tls-ca need each other.")
         if not 0 < self.epoch < 1 << 64:
             raise SettingsError(f"--epoch must be 64 bits and not 0, not {self.epoch:#x}.")
 

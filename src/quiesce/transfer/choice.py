@@ -206,6 +206,7 @@ class Choice(Transport):
         theirs = self._read(descriptor)
         if isinstance(theirs, Pick):
             engine, inner = self._engine_of(theirs), theirs.descriptor
+            self._bind(theirs.epoch, engine, theirs.why)
         else:
             engine, offer, _ = self._choose(theirs)
             inner = offer.descriptor
@@ -222,7 +223,10 @@ class Choice(Transport):
     # ------------------------------------------------------------ the side whose memory is touched
 
     def register(self, arena: Arena) -> Region:
-        return [engine.register(arena) for engine in self._engines.values()][0]
+        regions = [engine.register(arena) for engine in self._engines.values()]
+        if len(set(regions)) != 1:
+            raise ValueError(f"{', '.join(self._engines)} number their regions differently: {regions}")
+        return regions[0]
 
     def generation(self, peer_epoch: int) -> int | None:
         engine = self._bound.get(peer_epoch)
@@ -288,8 +292,10 @@ class Choice(Transport):
 
     def try_cancel(self, post: Post) -> bool:
         inner = self._inner.get(post.id)
+        if inner is None:
+            return False
         engine, _ = self._peers[post.peer.number]
-        if inner is None or not engine.try_cancel(inner):
+        if not engine.try_cancel(inner):
             return False
         del self._inner[post.id], self._posts[engine.caps.label, inner.id]
         return True
@@ -299,9 +305,12 @@ class Choice(Transport):
         return known is None or known[0].drain(known[1])
 
     def disconnect(self, peer: Peer) -> None:
+        if peer.number not in self._peers:
+            return
         engine, inner = self._peers[peer.number]
         engine.disconnect(inner)
-        self._left.append(peer)
+        if peer not in self._left:
+            self._left.append(peer)
         for each in list(self._left):  # what is asked about them later is only whether they are drained
             engine, inner = self._peers[each.number]
             if engine.drain(inner):

@@ -1,4 +1,4 @@
-"""How each engine that is built in is made. Libraries load inside the functions, so that a missing one hurts nobody."""
+"""How each engine that is built in is made. Libraries load inside them: a missing one hurts nobody else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ def shm(setup: Setup) -> Transport:
 
     _no_lane("shm", setup)
     return ShmTransport(
-        setup.run_dir, setup.epoch, max_transfer_pages=setup.max_transfer_pages, stall_seconds=setup.patience
+        setup.run_dir,
+        setup.epoch,
+        max_transfer_pages=setup.max_transfer_pages,
+        stall_seconds=setup.patience,
+        direction=setup.direction,
     )
 
 
@@ -65,9 +69,7 @@ def mori(setup: Setup) -> Transport:
     try:
         module = import_module("quiesce.transfer.mori")
     except ImportError as error:
-        raise MissingEngine(
-            f"MORI is not installed: pip install amd-mori, on a machine with ROCm ({error})"
-        ) from error
+        raise MissingEngine(f"MORI is not installed: pip install amd-mori, where ROCm is ({error})") from error
     return AgentTransport(
         module.MoriEngine(host=setup.address),
         setup.run_dir,

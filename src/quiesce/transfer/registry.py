@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from quiesce.transfer.agent import MissingEngine
 from quiesce.transfer.interface import Transport
@@ -29,7 +29,8 @@ RDMA_DEVICES = Path("/sys/class/infiniband")
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """What an engine is told. `host`: own address that peers on other hosts reach, None: this host only. `patience`:
-    seconds in which something that has work must move."""
+    seconds in which something that has work must move. `direction`: what the engine is used for; "both" is for tests of
+    engines."""
 
     run_dir: Path
     epoch: int
@@ -37,6 +38,7 @@ class Setup:
     host: str | None = None
     max_transfer_pages: int = 1024
     patience: float = 30.0
+    direction: Literal["push", "pull", "both"] = "push"
     tls: Tls | None = None
 
     @property
@@ -83,7 +85,7 @@ def rdma_devices() -> list[str]:
 
 
 def candidates() -> list[str]:
-    """For `auto`, best first. What carries bytes over tcp is ours alone: it is ahead of the others there, and it alone
+    """For `auto`, best first. Over plain networks that is our own tcp: it is ahead of the others there, and it alone
     has an exact fence."""
     rdma = ["nixl/rc", "mooncake/rdma", "mori"] if rdma_devices() else []
     return ["shm", *rdma, "tcp"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,6 +72,16 @@ class ShmTransport(Transport):
 
     def fileno(self) -> int:
         return self._watch.fileno()
+
+    def self_test(self) -> list[str]:
+        """What the kernel must have: sealed memory files and process descriptors."""
+        try:
+            arena = shared_arena(1, 4096)
+            os.close(arena.fd if arena.fd is not None else -1)
+            os.close(os.pidfd_open(os.getpid()))
+        except OSError as error:
+            return [f"this kernel lacks what shm needs, memfd_create with seals or pidfd_open: {error}"]
+        return []
 
     def register(self, arena: Arena) -> Region:
         if self._arena is not None:

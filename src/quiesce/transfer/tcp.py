@@ -41,6 +41,7 @@ from quiesce.transfer.tcp_lender import TcpLender
 from quiesce.transfer.tcp_poster import TcpPoster
 from quiesce.transfer.tcp_tls import Tls
 from quiesce.transfer.tcp_wire import Kind
+from quiesce.transfer.trial import trial
 from quiesce.transfer.watch import Watch
 
 CAPABILITIES = Capabilities(
@@ -86,6 +87,7 @@ class TcpTransport(Transport):
         if not 1 <= max_transfer_pages <= wire.MAX_JOB_PAGES:
             raise ValueError(f"max_transfer_pages is {max_transfer_pages}, must be in 1..{wire.MAX_JOB_PAGES}")
         server, client = (None, None) if tls is None else tls.contexts()
+        self._host, self._tls = host, tls
         self._watch = Watch()
         self._inbox = Inbox(self._watch)
         self._lender = TcpLender(self._watch, self._inbox, epoch, host, max_peers, lanes, server)
@@ -96,6 +98,9 @@ class TcpTransport(Transport):
 
     def fileno(self) -> int:
         return self._watch.fileno()
+
+    def self_test(self) -> list[str]:
+        return trial(lambda epoch: TcpTransport(epoch, host=self._host, lanes=1, tls=self._tls))
 
     def register(self, arena: Arena) -> Region:
         if self._arena is not None:
