@@ -88,7 +88,7 @@ class PrefillWorker(Worker):
     # ------------------------------------------------------------ what pull has otherwise
 
     def machine(self) -> None:
-        self.borrower = Borrower(self.epoch, self.ledger, window=POST_WINDOW, batch=settings.max_transfer_pages)
+        self.borrower = Borrower(self.epoch, self.ledger, window=POST_WINDOW, batch=self.settings.max_transfer_pages)
         self.posts = Posts(self.tell)
 
     def peer_up(self, epoch: int) -> bool:

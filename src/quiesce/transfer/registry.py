@@ -29,7 +29,7 @@ RDMA_DEVICES = Path("/sys/class/infiniband")
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """What an engine is told. `host`: own address that peers on other hosts reach, None: this host only. `patience`:
-    seconds in which something that has work must move. `direction`: what the engine is used for; "both" is for tests of
+    seconds in which something that has work must move. `direction`: what it is used for; "both" is for tests of
     engines."""
 
     run_dir: Path
