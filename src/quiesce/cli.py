@@ -232,7 +232,7 @@ def verify(
 
 @app.command(sort_key=5)
 def race(
-    scene: Annotated[Literal["one-pair", "two-donors"], Parameter(help="Which race.")],
+    scene: Annotated[Literal["one-pair", "two-donors", "refused", "tainted", "reuse"], Parameter(help="Which race.")],
     model: Model = DEFAULT_MODEL,
     /,
     *,

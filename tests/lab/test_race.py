@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from quiesce.lab.race.picture import write_picture
-from quiesce.lab.race.play import play
-from quiesce.lab.race.scenes import SCENES
+from quiesce.lab.race.play import SCENES, play
 from quiesce.models.registry import resolve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -18,15 +19,18 @@ from quiesce.roles.decode import DecodeWorker
 from quiesce.roles.worker import Worker
 
 Send = Callable[..., bool]
+GATE_POLL = 0.005  # seconds
 
 
 class Mischief(msgspec.Struct, frozen=True):
-    """What happens to message `number` (from 1) of the kind `message`, a class name of core/messages.py."""
+    """What happens to message `number` (from 1) of the kind `message`, a class name of core/messages.py. A delay
+    `while_there` meets every message of the kind that is sent while that file exists, until it does not."""
 
     message: str
     fate: Literal["drop", "duplicate", "delay"]
     number: int = 1
     seconds: float = 0.0  # of a delay
+    while_there: str = ""
 
 
 class Lossy:
@@ -34,7 +38,8 @@ class Lossy:
 
     def __init__(self, worker: Worker, mischief: tuple[Mischief, ...]) -> None:
         self._timers = worker.timers
-        self._fates = {(one.message, one.number): one for one in mischief}
+        self._fates = {(one.message, one.number): one for one in mischief if not one.while_there}
+        self._gates = {one.message: Path(one.while_there) for one in mischief if one.while_there}
         self._sent: Counter[str] = Counter()
         self._late = itertools.count(1)
         self.done: Counter[str] = Counter()
@@ -60,6 +65,11 @@ class Lossy:
         def lossy(*arguments: Any) -> bool:
             kind = type(arguments[-1]).__name__
             self._sent[kind] += 1
+            gate = self._gates.get(kind)
+            if gate is not None and gate.exists():
+                self.done[f"delay {kind}"] += 1
+                self._when_gone(gate, lambda: send(*arguments))
+                return True
             fate = self._fates.get((kind, self._sent[kind]))
             if fate is None:
                 return send(*arguments)
@@ -70,3 +80,9 @@ class Lossy:
             return fate.fate == "drop" or (send(*arguments) and send(*arguments))
 
         return lossy
+
+    def _when_gone(self, gate: Path, act: Callable[[], Any]) -> None:
+        if not gate.exists():
+            act()
+            return
+        self._timers.after(GATE_POLL, ("late", next(self._late)), lambda: self._when_gone(gate, act))

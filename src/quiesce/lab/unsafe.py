@@ -1,14 +1,26 @@
-"""The release rule that this project exists to replace: an ended request's pages are free at once.
+"""The rules that this project exists to replace: each takes one guard out of one worker.
 
-Only the lab can have it, by replacing one method of one ledger. A run with it must show corruption, or the run
+Only the lab can have them, by replacing one method of one object. A run with one must show corruption, or the run
 that shows none proves nothing.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
+import msgspec
+
+from quiesce.core.admission import pages_for
+from quiesce.core.borrower import Chunk, ChunkReady, Complete, Outcome, PostEnded
 from quiesce.core.ledger import Ledger
-from quiesce.core.messages import TransferId
+from quiesce.core.lender import Publish
+from quiesce.core.machine import Heard, Post
+from quiesce.core.messages import Drained, FirstToken, Limits, TransferId
 from quiesce.core.proofs import Borrowing
+from quiesce.roles.decode import DecodeWorker
+from quiesce.roles.prefill import PrefillWorker
+from quiesce.roles.worker import Worker
 
 
 def free_at_once(ledger: Ledger) -> None:
@@ -24,3 +36,80 @@ def free_at_once(ledger: Ledger) -> None:
         return sound_end(tid)
 
     ledger.end = end  # type: ignore[method-assign]
+
+
+def errors_count_as_drained(worker: PrefillWorker) -> None:
+    """A failed call is taken for the end of its write (against guard A9)."""
+    tell = worker.tell
+
+    def believing(event: Any) -> None:
+        if isinstance(event, PostEnded) and event.outcome is Outcome.UNKNOWN:
+            event = dataclasses.replace(event, outcome=Outcome.FAILED_CLEAN)
+        tell(event)
+
+    worker.tell = believing  # type: ignore[method-assign]
+
+
+def acks_by_room(worker: DecodeWorker) -> None:
+    """An ack is believed for the transfer that has the room now, whichever it was said of (against guard A13)."""
+    tell = worker.tell
+    rooms: dict[TransferId, int] = {}
+    latest: dict[int, TransferId] = {}
+
+    def by_room(event: Any) -> None:
+        if isinstance(event, Publish):
+            room = worker.generation.by_tid[event.tid].start.room
+            rooms[event.tid], latest[room] = room, event.tid
+        elif isinstance(event, Heard) and isinstance(event.message, Drained):
+            leg = event.message.leg
+            now = latest.get(rooms.get(leg.tid, 0), leg.tid)
+            if now != leg.tid:
+                message = msgspec.structs.replace(event.message, leg=msgspec.structs.replace(leg, tid=now))
+                tell(dataclasses.replace(event, message=message))
+        tell(event)
+
+    worker.tell = by_room  # type: ignore[method-assign]
+
+
+def no_limit_but_the_context(worker: Worker) -> None:
+    """The pool's size limits nothing (against guards D1 and D3); the start-up check is left out by who asks this."""
+    limits = worker.limits
+
+    def by_context() -> Limits:
+        said = limits()
+        return msgspec.structs.replace(said, pool_tokens=said.context_length)
+
+    worker.limits = by_context  # type: ignore[method-assign]
+
+
+def stub_what_does_not_fit(worker: PrefillWorker, first_token: int) -> None:
+    """A prompt that is longer than the pool is refused here, and yet goes through the hand-off as if it had been
+    computed: nothing is written, and decode reads pages that nobody filled. `first_token`: what it is said to begin
+    with."""
+    no_limit_but_the_context(worker)
+    schedule, post = worker.schedule, worker._post
+    stubs: set[int] = set()  # source pages that stand for nothing
+
+    def schedule_or_stub() -> None:
+        for job in [job for job in worker.queue if job.sequence is not None]:
+            assert job.sequence is not None
+            pages = pages_for(job.sequence.prompt_tokens, worker.settings.page_size)
+            if pages <= worker.ledger.pool.count:
+                continue
+            worker.queue.remove(job)
+            own = worker.ledger.own(job.leg.tid, 1)
+            assert own is not None
+            stubs.update(own)
+            worker.tell(ChunkReady(job.leg, Chunk(own * pages, 0)))
+            worker.tell(Complete(job.leg, job.sequence.prompt_tokens, FirstToken(first_token)))
+        schedule()
+
+    def post_or_not(asked: Post) -> None:
+        if stubs.isdisjoint(asked.source):
+            post(asked)
+            return
+        stubs.difference_update(asked.source)
+        worker.tell(PostEnded(asked.leg, asked.number, Outcome.PLACED))
+
+    worker.schedule = schedule_or_stub  # type: ignore[method-assign]
+    worker._post = post_or_not  # type: ignore[method-assign,assignment]

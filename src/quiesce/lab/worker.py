@@ -12,19 +12,27 @@ import msgspec
 from quiesce.lab.faulty import Decide, Fate, FaultyTransport, seeded
 from quiesce.lab.lossy import Lossy, Mischief
 from quiesce.lab.race.journal import GatedTransport, Journal, follow
-from quiesce.lab.unsafe import free_at_once
+from quiesce.lab.unsafe import (
+    acks_by_room,
+    errors_count_as_drained,
+    free_at_once,
+    no_limit_but_the_context,
+    stub_what_does_not_fit,
+)
 from quiesce.ops.logs import configure_logging
-from quiesce.roles.assembly import make_engine, make_transport, make_worker
+from quiesce.roles import assembly
 from quiesce.roles.colocated import ColocatedWorker
 from quiesce.roles.decode import DecodeWorker
 from quiesce.roles.prefill import PrefillWorker
 from quiesce.roles.settings import WorkerSettings
 from quiesce.transfer.interface import Transport
 
+Twin = Literal["", "errors drain", "acks by room", "no limit", "stub"]
+
 
 class Faults(msgspec.Struct, frozen=True):
     """What the posts of a worker meet (prefill's writes in push, decode's reads in pull), what its transport can
-    prove, and which release rule a decode worker has."""
+    prove, which release rule a decode worker has, and which guard is missing."""
 
     seed: int = 0
     hold: float = 0.0
@@ -38,6 +46,8 @@ class Faults(msgspec.Struct, frozen=True):
     mischief: tuple[Mischief, ...] = ()  # what this worker's messages meet
     gate: str = ""  # prefill: while this file exists its writes are held back
     journal: str = ""  # a file that tells what happened to each page
+    twin: Twin = ""  # the guard that is taken out, see lab/unsafe.py
+    first_token: int = 0  # of an answer to a prompt that nobody computed
 
 
 class Spec(msgspec.Struct, frozen=True):
@@ -52,7 +62,7 @@ def settings_from(plain: dict[str, Any]) -> WorkerSettings:
 
 
 def transport_for(settings: WorkerSettings, faults: Faults) -> Transport:
-    transport = make_transport(settings)
+    transport = assembly.make_transport(settings)
     posts = settings.role == ("prefill" if settings.direction == "push" else "decode")
     if not posts and faults.proves:
         return transport
@@ -81,7 +91,9 @@ def main(path: str) -> int:
     spec = msgspec.json.decode(Path(path).read_bytes(), type=Spec)
     settings = settings_from(spec.settings)
     configure_logging(settings.log_level, settings.log_format, settings.name)
-    engine = make_engine(settings)
+    if spec.faults.twin in ("no limit", "stub"):
+        setattr(assembly, "refuse_pool", lambda *_: None)  # noqa: B010  (the module does not offer it)
+    engine = assembly.make_engine(settings)
     if spec.held and not sys.stdin.readline():
         return 0  # whoever held it is gone
     if settings.role == "colocated":
@@ -89,8 +101,9 @@ def main(path: str) -> int:
         retract_every(colocated, spec.faults.retract_every)
         return colocated.run()
     transport = transport_for(settings, spec.faults)
-    worker = make_worker(settings, engine, transport)
+    worker = assembly.make_worker(settings, engine, transport)
     Lossy(worker, spec.faults.mischief)
+    without_guard(worker, spec.faults)
     if isinstance(worker, PrefillWorker):
         return worker.run()
     if spec.faults.release == "at once":
@@ -99,6 +112,22 @@ def main(path: str) -> int:
     if spec.faults.journal:
         follow(worker.ledger, Journal(Path(spec.faults.journal)))
     return worker.run()
+
+
+def without_guard(worker: PrefillWorker | DecodeWorker, faults: Faults) -> None:
+    match faults.twin, worker:
+        case "", _:
+            return
+        case "errors drain", PrefillWorker():
+            errors_count_as_drained(worker)
+        case "stub", PrefillWorker():
+            stub_what_does_not_fit(worker, faults.first_token)
+        case "acks by room", DecodeWorker():
+            acks_by_room(worker)
+        case "no limit", DecodeWorker():
+            no_limit_but_the_context(worker)
+        case _:
+            raise ValueError(f"a {worker.role} worker has no twin {faults.twin!r}")
 
 
 def retract_every(worker: DecodeWorker | ColocatedWorker, every: int) -> None:

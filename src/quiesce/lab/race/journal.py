@@ -5,6 +5,7 @@ All processes of one machine share the monotonic clock, so the lines of several 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Iterable, Sequence
@@ -16,7 +17,7 @@ from quiesce.core.ledger import Lease, Ledger
 from quiesce.core.messages import Grant, TransferId
 from quiesce.core.posting import Outcome
 from quiesce.core.proofs import Borrowing, Proof, Waiver
-from quiesce.lab.faulty import Decide, Fate, FaultyTransport
+from quiesce.lab.faulty import Decide, FaultyTransport, _Write
 from quiesce.transfer.interface import Peer, Post, Transport
 
 GATE_POLL = 0.002  # seconds between two looks at a closed gate
@@ -92,7 +93,7 @@ class GatedTransport(FaultyTransport):
         self._gate = gate
         self._journal = journal
         self._lines: dict[int, tuple[int, ...]] = {}
-        super().__init__(inner, lambda pages: Fate(hold=True) if self._shut() else decide(pages))
+        super().__init__(inner, lambda pages: dataclasses.replace(decide(pages), hold=self._shut()))
 
     def _shut(self) -> bool:
         return self._gate is not None and self._gate.exists()
@@ -121,9 +122,10 @@ class GatedTransport(FaultyTransport):
         if any(write.held for write in self._writes.values()):
             self._watch.alarm(time.monotonic() + GATE_POLL)
 
-    def poll(self) -> list[tuple[Post, Outcome]]:
-        ended = super().poll()
-        for post, outcome in ended:
-            self._note("landed" if outcome is Outcome.PLACED else "refused", post, outcome.value)
-            self._lines.pop(post.id, None)
-        return ended
+    def _conclude(self, write: _Write) -> None:
+        """When it is over, whatever was told of it before."""
+        before = write.post.id in self._writes
+        super()._conclude(write)
+        if before and write.post.id not in self._writes:
+            self._note("landed" if write.worst is Outcome.PLACED else "refused", write.post, write.worst.value)
+            self._lines.pop(write.post.id, None)

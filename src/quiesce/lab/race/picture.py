@@ -108,7 +108,7 @@ class _Panel:
         run = self.run
         title = "With the ledger: pages come back on proof" if run.safe else "Pages freed at once when a request ends"
         late = any(write.late for write in self.history.writes)
-        told = (
+        told = run.headline or (
             "A's write lands in B's pages"
             if late
             else "A's pages are B's while A's write is still under way"

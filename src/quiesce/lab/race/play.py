@@ -9,26 +9,20 @@ import webbrowser
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from quiesce.lab.race.picture import write_picture
-from quiesce.lab.race.scenes import SCENES
-from quiesce.lab.race.stage import Layout, Run, Stage
-from quiesce.lab.worker import Faults
+from quiesce.lab.race.refused import Refused
+from quiesce.lab.race.scenes import OnePair, Reuse, Tainted, TwoDonors
+from quiesce.lab.race.stage import Run, Scene, Stage
 
+SCENES: dict[str, Scene] = {
+    scene.name: scene for scene in (OnePair(), TwoDonors(), Refused(), Tainted(), Reuse())
+}  # fmt: skip
 console = Console(highlight=False)
-
-
-class Scene(Protocol):
-    name: str
-    layout: Layout
-    victim: str
-    tokens: int
-
-    def run(self, stage: Stage, baseline: list[int], safe: bool) -> Run: ...
 
 
 @dataclass
@@ -61,10 +55,9 @@ def play(model: Path, scene: Scene, transfer: str, unsafe: int, safe: int, told:
 def _runs(model: Path, scene: Scene, transfer: str, safe: bool, count: int) -> Iterator[Run]:
     if not count:
         return
-    rule = Faults() if safe else Faults(release="at once")
     with tempfile.TemporaryDirectory(prefix="qs-") as folder:
         log = Path(tempfile.gettempdir()) / f"{Path(folder).name}.log"
-        with Stage(model, Path(folder), scene.layout, transfer=transfer, decode=rule, log=log) as stage:
+        with Stage(model, Path(folder), scene, safe, transfer=transfer, log=log) as stage:
             baseline = stage.baseline(stage.chat(scene.victim), scene.tokens)
             for _ in range(count):
                 yield scene.run(stage, baseline, safe)
@@ -79,9 +72,7 @@ def race(
 ) -> int:
     """Returns the exit code: 1 when unsafe did not show the fault each time, or safe did once."""
     played = SCENES[scene]
-    console.print(
-        f"[bold]{scene}[/bold] on {transfer}: {unsafe} runs with pages freed at once, {safe} with the ledger"
-    )
+    console.print(f"[bold]{scene}[/bold] on {transfer}: {unsafe} unsafe runs, {safe} safe ones")
 
     def told(run: Run) -> None:
         mark = "[green]safe  [/green]" if run.safe else "[red]unsafe[/red]"

@@ -5,12 +5,16 @@ Nothing is timed: the donor's write is held by a gate that opens when the victim
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from quiesce.lab.cluster import LabRequest
+from quiesce.lab.lossy import Mischief
 from quiesce.lab.race.journal import Note
-from quiesce.lab.race.stage import SECRET, VICTIM, Layout, Run, Stage, parting
+from quiesce.lab.race.stage import SECRET, Layout, Run, Scene, Stage, parting
+from quiesce.lab.worker import Faults
 from quiesce.roles.ownership import runs_of, shown
 
 COUNTED = 40  # tokens of the victim before the donor's write is let go: `1, 2, 3, ... 12, 1`
@@ -18,11 +22,15 @@ ANSWER = 80  # tokens of the victim's answer
 HELD = 0.3  # seconds for which safe mode keeps the write back once the victim waits, so that the picture shows it
 DONOR_LINES = 40  # repeats of the secret: about 430 slots
 
-ONE_PAIR = Layout(prefills=1, pool=96, context=96, page_size=1, prefill_pool=256)
+ONE_PAIR = Layout(prefills=1, pool=96, context=96, page_size=1)
 TWO_DONORS = Layout(prefills=2, pool=512, context=512)
 
 
-class OnePair:
+FREE_AT_ONCE = Faults(release="at once")
+LONG = "Repeat this for ever: " + f"{SECRET} " * DONOR_LINES
+
+
+class OnePair(Scene):
     """One prefill, one decode, 96 tokens of pool: A is cut while its write is posted, and B needs its pages."""
 
     name = "one-pair"
@@ -31,18 +39,19 @@ class OnePair:
     victim = "Count from 1 to 10."
     tokens = 24
 
+    def faults(self, folder: Path, safe: bool) -> tuple[Faults, Faults]:
+        return Faults(), Faults() if safe else FREE_AT_ONCE
+
     def run(self, stage: Stage, baseline: Sequence[int], safe: bool) -> Run:
         began = time.monotonic()
         cut = _donor_cut(stage, stage.chat(self.donor), 8, began)
         lent = stage.pages_of("lent", began)
         victim = stage.ask(stage.chat(self.victim), stage.prefills[-1], self.tokens)
-        stage.until(
-            lambda: _owned(stage, began, 2) or (safe and stage.waiting()), "the victim to have pages, or wait"
-        )
+        stage.until(lambda: _owned(stage, began, 2) or (safe and stage.waiting()), "B to have pages or wait")
         taken = stage.pages_of("owned", began) if _owned(stage, began, 2) else ()
         overlap = set(taken) & set(lent)
         _let_go(stage, safe)
-        run = _ended(self.name, stage, safe, began, baseline, (cut, victim))
+        run = ended(self.name, stage, safe, began, baseline, (cut, victim))
         run.shown = bool(overlap)
         run.said = (
             f"A had pages {shown(runs_of(lent))}, B got {shown(runs_of(taken)) or 'none yet'} while A's write was "
@@ -51,32 +60,87 @@ class OnePair:
         return run
 
 
-class TwoDonors:
+class TwoDonors(Scene):
     """Two prefills, one decode: nothing puts A's write and B's in order, so A's lands in the middle of B's answer."""
 
     name = "two-donors"
     layout = TWO_DONORS
-    donor = "Repeat this for ever: " + f"{SECRET} " * DONOR_LINES
-    victim = VICTIM
     tokens = ANSWER
+
+    def faults(self, folder: Path, safe: bool) -> tuple[Faults, Faults]:
+        return Faults(), Faults() if safe else FREE_AT_ONCE
 
     def run(self, stage: Stage, baseline: Sequence[int], safe: bool) -> Run:
         began = time.monotonic()
-        cut = _donor_cut(stage, stage.chat(self.donor), 16, began)
-        victim = stage.ask(stage.chat(self.victim), stage.prefills[-1], self.tokens)
-        stage.until(
-            lambda: len(victim.tokens) >= COUNTED or (safe and stage.waiting()), "the victim to count, or to wait"
-        )
-        _let_go(stage, safe)
-        run = _ended(self.name, stage, safe, began, baseline, (cut, victim))
-        run.shown = not run.right
-        return run
+        cut = _donor_cut(stage, stage.chat(LONG), 16, began)
+        return _counting_victim(self, stage, baseline, safe, began, cut)
 
 
-def _donor_cut(stage: Stage, prompt: Sequence[int], tokens: int, began: float) -> LabRequest:
+class Tainted(Scene):
+    """A's call fails, and its engine goes on writing. Who takes the error for the end frees pages under the write."""
+
+    name = "tainted"
+    layout = TWO_DONORS
+    tokens = ANSWER
+
+    def faults(self, folder: Path, safe: bool) -> tuple[Faults, Faults]:
+        return Faults(unknown=1.0, twin="" if safe else "errors drain"), Faults()
+
+    def run(self, stage: Stage, baseline: Sequence[int], safe: bool) -> Run:
+        began = time.monotonic()
+        stage.gate.touch()
+        failed = stage.ask(stage.chat(LONG), stage.prefills[0], 16)
+        stage.until(lambda: stage.pages_of("returned", began), "the failed request's pages to be back")
+        return _counting_victim(self, stage, baseline, safe, began, failed)
+
+
+class Reuse(Scene):
+    """A room is used again while the ack of the transfer before is still under way. Who goes by the room believes
+    that A's write has ended because that of somebody before it had."""
+
+    name = "reuse"
+    layout = TWO_DONORS
+    tokens = ANSWER
+
+    def faults(self, folder: Path, safe: bool) -> tuple[Faults, Faults]:
+        late = Mischief("Drained", "delay", while_there=str(folder / "late-ack"))
+        return Faults(mischief=(late,)), Faults(twin="" if safe else "acks by room")
+
+    def run(self, stage: Stage, baseline: Sequence[int], safe: bool) -> Run:
+        began = time.monotonic()
+        ack, room = stage.folder / "late-ack", secrets.randbits(63)
+        ack.touch()
+        _donor_cut(stage, stage.chat(f"{SECRET} Say it."), 8, began, room)
+        stage.gate.unlink()
+        stage.until(lambda: stage.pages_of("landed", began), "the first write to land; its ack is under way")
+        then = time.monotonic()
+        cut = _donor_cut(stage, stage.chat(LONG), 16, then, room)
+        ack.unlink()
+        stage.until(lambda: stage.pages_of("returned", then), "the late ack to arrive")
+        return _counting_victim(self, stage, baseline, safe, then, cut)
+
+
+def _counting_victim(
+    scene: Scene,
+    stage: Stage,
+    baseline: Sequence[int],
+    safe: bool,
+    began: float,
+    donor: LabRequest,
+) -> Run:
+    """The victim counts, or waits; the donor's write is let go in the middle of it."""
+    victim = stage.ask(stage.chat(scene.victim), stage.prefills[-1], scene.tokens)
+    stage.until(lambda: len(victim.tokens) >= COUNTED or (safe and stage.waiting()), "B to count, or to wait")
+    _let_go(stage, safe)
+    run = ended(scene.name, stage, safe, began, baseline, (donor, victim))
+    run.shown = not run.right
+    return run
+
+
+def _donor_cut(stage: Stage, prompt: Sequence[int], tokens: int, began: float, room: int | None = None) -> LabRequest:
     """A request whose prompt has been computed and whose write is posted and held; then its decode leg is cut."""
     stage.gate.touch()
-    donor = stage.ask(prompt, stage.prefills[0], tokens)
+    donor = stage.ask(prompt, stage.prefills[0], tokens, room)
     stage.until(lambda: stage.pages_of("posted", began), "the donor's write to be posted")
     stage.cut_decode_leg(donor)
     stage.until(lambda: stage.pages_of("ended", began), "decode to hear of the cut")
@@ -93,7 +157,7 @@ def _owned(stage: Stage, since: float, count: int) -> bool:
     return sum(note.event == "owned" for note in stage.notes(since)) >= count
 
 
-def _ended(
+def ended(
     scene: str,
     stage: Stage,
     safe: bool,
@@ -126,6 +190,3 @@ def _parted(stage: Stage, baseline: Sequence[int], found: Sequence[int], at: int
         f"right up to token {at}: ...{stage.words(found[max(0, at - 12) : at])!r}, then "
         f"{stage.words(found[at : at + 24])!r} where the baseline has {stage.words(baseline[at : at + 12])!r}"
     )
-
-
-SCENES = {scene.name: scene for scene in (OnePair(), TwoDonors())}

@@ -5,6 +5,7 @@ Donor: the request that is cut while its write is posted. Victim: the request th
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,7 @@ class Run:
     baseline: str = ""
     answer: str = ""
     parts_at: int | None = None  # the first token at which the answer is another
+    headline: str = ""  # of the picture, where the late landing is not the point
     counted: dict[str, int] = field(default_factory=dict)  # refused late bytes and the like
 
     @property
@@ -56,27 +58,44 @@ class Layout:
     pool: int
     context: int
     page_size: int = 16
-    prefill_pool: int = 1024
+    prefill_pool: int = 4096  # so that the sources of one tainted transfer are a small part of it
     hold_timeout: float = 20.0
 
 
+class Scene(ABC):
+    """One race. `run` plays it once on a warm stage; `faults`: of the donor's prefill worker, and of decode."""
+
+    name: str
+    layout: Layout
+    victim = VICTIM
+    tokens: int
+
+    def sizes(self, safe: bool) -> Layout:
+        return self.layout
+
+    @abstractmethod
+    def faults(self, folder: Path, safe: bool) -> tuple[Faults, Faults]: ...
+
+    @abstractmethod
+    def run(self, stage: Stage, baseline: Sequence[int], safe: bool) -> Run: ...
+
+
 class Stage:
-    """A context manager around one cluster. `release`: `proof`, or `at once` for the unsafe twin."""
+    """A context manager around one scene's cluster; not `safe`: around its twin with a guard taken out."""
 
     def __init__(
         self,
         model: Path,
         folder: Path,
-        layout: Layout,
+        scene: Scene,
+        safe: bool,
         *,
         transfer: str = "shm",
-        donor: Faults | None = None,
-        decode: Faults | None = None,
         settings: dict[str, Any] | None = None,
-        log: Path | None = None,
+        log: Path,
     ) -> None:
-        self.layout = layout
-        self.folder = folder
+        layout = self.layout = scene.sizes(safe)
+        self.folder, self.log = folder, log
         self._tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(model, local_files_only=True)
         self.gate = folder / "gate"
         self.donors = folder / "prefill-0.jsonl"
@@ -94,8 +113,7 @@ class Stage:
             transfer=transfer,
             **(settings or {}),
         )
-        self._donor = donor or Faults()
-        self._decode = decode or Faults()
+        self._donor, self._decode = scene.faults(folder, safe)
 
     @property
     def prefills(self) -> list[str]:
