@@ -40,14 +40,13 @@ def free_at_once(ledger: Ledger) -> None:
 
 def errors_count_as_drained(worker: PrefillWorker) -> None:
     """A failed call is taken for the end of its write (against guard A9)."""
-    tell = worker.tell
+    tell = worker.posts._tell
 
-    def believing(event: Any) -> None:
-        if isinstance(event, PostEnded) and event.outcome is Outcome.UNKNOWN:
-            event = dataclasses.replace(event, outcome=Outcome.FAILED_CLEAN)
-        tell(event)
+    def believing(ended: PostEnded) -> None:
+        clean = ended.outcome is Outcome.UNKNOWN
+        tell(dataclasses.replace(ended, outcome=Outcome.FAILED_CLEAN) if clean else ended)
 
-    worker.tell = believing  # type: ignore[method-assign]
+    worker.posts._tell = believing
 
 
 def acks_by_room(worker: DecodeWorker) -> None:
@@ -87,7 +86,7 @@ def stub_what_does_not_fit(worker: PrefillWorker, first_token: int) -> None:
     computed: nothing is written, and decode reads pages that nobody filled. `first_token`: what it is said to begin
     with."""
     no_limit_but_the_context(worker)
-    schedule, post = worker.schedule, worker._post
+    schedule, make = worker.schedule, worker.posts.make
     stubs: set[int] = set()  # source pages that stand for nothing
 
     def schedule_or_stub() -> None:
@@ -104,12 +103,12 @@ def stub_what_does_not_fit(worker: PrefillWorker, first_token: int) -> None:
             worker.tell(Complete(job.leg, job.sequence.prompt_tokens, FirstToken(first_token)))
         schedule()
 
-    def post_or_not(asked: Post) -> None:
-        if stubs.isdisjoint(asked.source):
-            post(asked)
+    def make_or_not(post: Post, peer: Any, call: Any) -> None:
+        if stubs.isdisjoint(post.source):
+            make(post, peer, call)
             return
-        stubs.difference_update(asked.source)
-        worker.tell(PostEnded(asked.leg, asked.number, Outcome.PLACED))
+        stubs.difference_update(post.source)
+        worker.tell(PostEnded(post.leg, post.number, Outcome.PLACED))
 
     worker.schedule = schedule_or_stub  # type: ignore[method-assign]
-    worker._post = post_or_not  # type: ignore[method-assign,assignment]
+    worker.posts.make = make_or_not  # type: ignore[method-assign]
