@@ -74,6 +74,8 @@ class FakeWorker:
     reply: Callable[[Start], Sequence[int]] = lambda start: (40,) * start.sampling.max_tokens
     hold: bool = False
     deaf: bool = False  # does not answer cancels
+    moving: bool = True  # its engine makes steps
+    passes: bool | None = True  # test requests; None: it does not answer them
     fingerprint: Fingerprint = FINGERPRINT
     limits: Limits = LIMITS
     cached_tokens: int = 0
@@ -113,7 +115,7 @@ class FakeWorker:
         return Address(self.name, self.epoch, self.control.endpoint, self.keys.public)
 
     def register(self) -> Register:
-        self.progress += 1
+        self.progress += self.moving
         said = {"progress": self.progress, "queued": 0, "running": len(self.active), "local_prefill": True}
         return Register(self.role, self.address(), self.fingerprint, self.limits, **(said | self.reported))
 
@@ -133,6 +135,10 @@ class FakeWorker:
         while True:
             for received in await self.control.receive():
                 match received.message:
+                    case Start(rid=rid, probe=True):
+                        if self.passes is not None:
+                            outcome = ("length", 200, "") if self.passes else ("failed", 500, "the engine broke")
+                            self.control.send(received.sender, Ended(rid, *outcome))
                     case Start() as start:
                         self.starts[start.rid] = start
                         self.active[start.rid] = received.sender

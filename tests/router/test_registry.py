@@ -8,7 +8,7 @@ import msgspec
 
 from quiesce.core.messages import Address, Exited, Fingerprint, Limits, Register
 from quiesce.router import pairing
-from quiesce.router.health import report
+from quiesce.router.health import Standing, report
 from quiesce.router.registry import Connect, Lost, Patience, Registry, Silent, Worker
 
 FINGERPRINT = Fingerprint("m", "w", "float32", "page-major/row", 16, 4096, 2, 2, 16)
@@ -146,7 +146,7 @@ def test_different_fingerprints_are_not_paired_and_the_field_is_named() -> None:
     (p,) = up(registry, "prefill-0")
     (d,) = up(registry, "decode-0", fingerprint=msgspec.structs.replace(FINGERPRINT, page_size=32))
     assert pairing.choose([p, d], pairing.Wish(1)) is None
-    healthy, detail = report(registry, 0.0, False, 0)
+    healthy, detail = report(registry, 0.0, False, Standing())
     assert not healthy
     assert detail["missing"] == ["prefill-0 and decode-0 are not paired: page_size: 16 != 32"]
 
@@ -171,5 +171,5 @@ def test_a_full_worker_is_healthy_and_not_chosen() -> None:
     registry = Registry()
     p, d = up(registry, "prefill-0", "decode-0")
     d.legs.update(str(i) for i in range(8))
-    assert report(registry, 0.0, False, 8)[0]
+    assert report(registry, 0.0, False, Standing(8))[0]
     assert pairing.choose([p, d], pairing.Wish(1)) is None

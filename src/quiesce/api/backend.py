@@ -73,6 +73,12 @@ class Backend(Protocol):
     def health(self) -> tuple[bool, dict[str, Any]]:
         """(can answer, detail for people and probes as JSON-able)"""
 
+    async def probe(self, timeout: float) -> dict[str, float | str]:
+        """Sends a test request through every worker. Worker name -> seconds it took, or why it did not pass."""
+
+    def ready(self, role: str) -> bool:
+        """Whether a worker of this role (prefill, decode, colocated) can be given work."""
+
     async def inspect(self, timeout: float, page: int | None = None) -> dict[str, Inspected | str]:
         """Worker name -> its answer, or why there is none. With a page: what its ownership log tells about it."""
 

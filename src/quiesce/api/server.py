@@ -26,6 +26,8 @@ from quiesce.api.texts import Texts
 from quiesce.core.messages import Inspected
 
 INSPECT_SECONDS = 1.0
+PROBE_SECONDS = 5.0
+ROLES = ("prefill", "decode", "colocated")
 JSON = "application/json"
 
 
@@ -71,11 +73,31 @@ class Pages:
         return _json(self._model())
 
     async def health(self, request: Request) -> Response:
-        healthy, detail = self._front.backend.health()
-        return _json(detail, 200 if healthy else 503)
+        """With `?probe=1` a test request goes through every worker first."""
+        backend = self._front.backend
+        passed = True
+        probes: dict[str, Any] = {}
+        if request.query_params.get("probe", "0") not in ("", "0"):
+            probes = await backend.probe(PROBE_SECONDS)
+            passed = not any(isinstance(answer, str) for answer in probes.values())
+        healthy, detail = backend.health()
+        if probes:
+            detail = detail | {
+                "probes": probes,
+                "status": detail["status"] if passed or not healthy else "probe failed",
+            }
+        return _json(detail, 200 if healthy and passed else 503)
 
     async def ready(self, request: Request) -> Response:
-        """For load balancers and Kubernetes: may this server be sent requests now?"""
+        """For load balancers and Kubernetes: may this server be sent requests now? With `?role=decode`: is there a
+        worker of that role that can be given work?"""
+        if (role := request.query_params.get("role")) is not None:
+            if role not in ROLES:
+                raise ApiError(400, f"role: must be one of {', '.join(ROLES)}, not {role[:100]!r}", param="role")
+            ready = self._front.backend.ready(role)
+            return _json(
+                Readiness(ready, "" if ready else f"no {role} worker can be given work"), 200 if ready else 503
+            )
         refusal = self._front.backend.refusal()
         return _json(Readiness(refusal is None, refusal.message if refusal else ""), 503 if refusal else 200)
 

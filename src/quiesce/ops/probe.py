@@ -62,6 +62,7 @@ async def _read_all(reader: asyncio.StreamReader) -> bytes:
 class _Worker(msgspec.Struct):
     epoch: str
     trouble: str | None = None
+    drained: bool = False  # an operator's choice, and no reason to restart it
 
 
 class _Detail(msgspec.Struct):
@@ -74,5 +75,5 @@ class _Detail(msgspec.Struct):
 
 def _health(status: int, body: bytes) -> Health:
     detail = msgspec.json.decode(body, type=_Detail)
-    workers = frozenset(int(worker.epoch, 16) for worker in detail.workers if not worker.trouble)
+    workers = frozenset(int(worker.epoch, 16) for worker in detail.workers if not worker.trouble or worker.drained)
     return Health(True, status == 200, workers, "; ".join([*detail.missing, *detail.mismatches]))

@@ -29,6 +29,8 @@ def hold_budget(settings: WorkerSettings, pages: int, rows: int) -> HoldBudget:
 def refusal(worker: Worker, start: Start) -> tuple[int, str] | None:
     """Status and reason, or None."""
     name, legs = worker.settings.name, worker.legs
+    if start.probe:
+        return _misfit(worker, start)
     if worker.draining:
         return 503, f"{name} is draining"
     if start.rid in legs.by_rid:

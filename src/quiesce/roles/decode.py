@@ -22,6 +22,7 @@ from quiesce.engine.sampler import Sampled
 from quiesce.roles.answering import AnsweringWorker
 from quiesce.roles.late import Asking
 from quiesce.roles.legs import WorkerLeg
+from quiesce.roles.null_peers import NullPrefill
 from quiesce.roles.prefill_peers import Ends, NoLink, PrefillPeers
 from quiesce.roles.proving import check_transport
 from quiesce.roles.report import generation_samples, lender_samples
@@ -58,6 +59,7 @@ class DecodeWorker(AnsweringWorker):
         self.asking = Asking(lambda epoch, room: self.peers.send(epoch, Await(room)))
         self.revoking = Revoking(transport, self.timers, self.tell)
         self.lent: dict[TransferId, tuple[int, int]] = {}  # what the transport lets whom touch: epoch, generation
+        self.null = NullPrefill(self.epoch)
         self.timers.after(PING_SECONDS, "ping", self._ping)
 
     # ------------------------------------------------------------ what pull has otherwise
@@ -77,10 +79,18 @@ class DecodeWorker(AnsweringWorker):
 
     def begin(self, tid: TransferId, prefill: int, remaining_ms: int) -> None:
         """It has its pages: the transfer begins."""
-        generation = self.transport.lend(prefill, self.ledger.pages(tid))
+        if prefill == self.null.epoch:
+            generation: int | None = self.null.generation
+        else:
+            generation = self.transport.lend(prefill, self.ledger.pages(tid))
+            assert generation is not None
+            self.lent[tid] = (prefill, generation)
         assert generation is not None
-        self.lent[tid] = (prefill, generation)
         self.tell(Publish(tid, 0, self.region.id, generation, remaining_ms))
+
+    def probe(self, leg: WorkerLeg) -> bool:
+        """A test request begins. False: there is no room for it."""
+        return self._offer(leg, self.null.epoch)
 
     def reading(self) -> tuple[int, ...]:
         """Seqs whose lease at the source a PING renews."""
@@ -102,6 +112,10 @@ class DecodeWorker(AnsweringWorker):
     # ------------------------------------------------------------ legs
 
     def start(self, leg: WorkerLeg) -> None:
+        if leg.start.probe:
+            if not self.probe(leg):
+                self.say_end(leg, "refused", 503, "there is no room for a test request")
+            return
         if leg.start.local:
             if self.settings.strict_disaggregation:
                 self.say_end(leg, "refused", 400, "this decode worker computes no prompts (--strict-disaggregation)")
@@ -158,7 +172,7 @@ class DecodeWorker(AnsweringWorker):
 
     def _offer(self, leg: WorkerLeg, prefill: int) -> bool:
         """Reserves and offers; False when the pool has no room for it now."""
-        if not self.generation.fits(leg):
+        if not leg.start.probe and not self.generation.fits(leg):
             return False
         tokens = len(leg.start.token_ids)
         tid = self.lender.reserve(
@@ -170,8 +184,9 @@ class DecodeWorker(AnsweringWorker):
         )
         if tid is None:
             return False
-        self.waiting.remove(leg)
         self.generation.admit(leg, tid)
+        if not leg.start.probe:
+            self.waiting.remove(leg)
         remaining = leg.arrived + leg.start.deadline_ms / 1000 - time.monotonic()
         self.begin(tid, prefill, max(1, int(remaining * 1000)))
         return True
@@ -186,7 +201,10 @@ class DecodeWorker(AnsweringWorker):
         match action:
             case Send(to, message):
                 self.holds.said(message)
-                self.peers.send(to, message)
+                if to == self.null.epoch:
+                    self._probed(message)
+                else:
+                    self.peers.send(to, message)
             case Arm():
                 self.timers.arm(action)
             case Revoke():
@@ -201,7 +219,7 @@ class DecodeWorker(AnsweringWorker):
                 leg = self.generation.by_tid[tid]
                 leg.cached_tokens = result.cached_tokens
                 leg.transfer_began, leg.transfer_ended = leg.left_queue, time.monotonic()
-                self.received += len(leg.start.token_ids)
+                self.received += 0 if leg.start.probe else len(leg.start.token_ids)
                 sequence = self.generation.sequence(tid, computed=len(leg.start.token_ids))
                 self.generation.take(sequence, Sampled(result.token, result.logprob))
             case Lost(tid, reason):
@@ -211,6 +229,12 @@ class DecodeWorker(AnsweringWorker):
                 self._withdraw(tid)
             case _:
                 raise AssertionError(f"a lender does not ask for {action}")
+
+    def _probed(self, message: HandOff | Ping) -> None:
+        """To the probe's other half, which answers at once."""
+        self.null.hear(message)
+        while self.null.said:
+            self.tell(Heard(self.null.said.popleft(), self.null.epoch))
 
     def _withdraw(self, tid: TransferId) -> None:
         """Every lease on it is closed: whoever touches its pages now has no right to."""
@@ -222,7 +246,7 @@ class DecodeWorker(AnsweringWorker):
         leg = self.generation.by_tid.get(tid)
         self.generation.leave(tid)
         if leg is not None:
-            self.transfers_failed += 1
+            self.transfers_failed += not leg.start.probe
             # Both legs have the request's deadline, and prefill's clock may be the first to say so.
             due = time.monotonic() > leg.arrived + leg.start.deadline_ms / 1000 - DEADLINE_SKEW
             self.say_end(leg, "failed", 504 if due else 502, f"the hand-off failed: {reason}", "" if due else "peer")
@@ -258,6 +282,7 @@ class DecodeWorker(AnsweringWorker):
         for peer in self.peers.peers.values():
             if peer.taken:
                 peer.link.send(ping)
+        self._probed(ping)
 
     # ------------------------------------------------------------ looking and leaving
 

@@ -98,6 +98,7 @@ class Generation:
             sampling=leg.start.sampling,
             eos=self.eos,
             precedence=(leg.start.priority, leg.arrived),
+            probe=leg.start.probe,
             pages=list(self.ledger.pages(tid)),
             computed=computed,
             scored=tokens is None and computed == 0,
@@ -122,7 +123,9 @@ class Generation:
         leg = self.by_tid[sequence.tid]
         outcome = sequence.append(sampled.token)
         self.legs.tokens(leg, sampled)
-        if outcome is not None:
+        if outcome is not None and sequence.probe:
+            self.owner.finished(leg, outcome)
+        elif outcome is not None:
             used = sequence.generated / sequence.sampling.max_tokens
             self.usage += USAGE_MEMORY * (used - self.usage)
             self.owner.finished(leg, outcome)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
+from quiesce.core.holding import ACCESS_REVOKED
 from quiesce.core.messages import Control, Ended, PromptLogprobs, Start, TokenLogprob, Tokens, TransferId
 from quiesce.core.pairing import pairing_digest
+from quiesce.core.records import LENDER_CLOSED, LENDER_GONE
 from quiesce.engine.sampler import Sampled
 from quiesce.roles.compiling import Compiled
 
@@ -80,19 +82,20 @@ class Legs:
         return len(self.by_rid)
 
     def open(self, leg: WorkerLeg) -> None:
-        self.started += 1
+        self.started += not leg.start.probe
         self.by_rid[leg.rid] = leg
         self.by_room[leg.start.room] = leg
 
     def refuse(self, start: Start, router: bytes, status: int, reason: str) -> None:
         """A leg that never began: no state is left of it (guard D1)."""
-        self.started += 1
-        self._count("refused")
+        if not start.probe:
+            self.started += 1
+            self._count("refused")
         self.tell(router, Ended(start.rid, "refused", status, reason))
 
     def tokens(self, leg: WorkerLeg, sampled: Sampled) -> None:
         leg.generated += 1
-        self.sent += 1
+        self.sent += not leg.start.probe
         logprobs = () if sampled.logprob is None else (sampled.logprob,)
         self.tell(leg.router, Tokens(leg.rid, (sampled.token,), logprobs))
 
@@ -111,7 +114,8 @@ class Legs:
             return False
         del self.by_rid[leg.rid]
         del self.by_room[leg.start.room]
-        self._count(ended.outcome)
+        if not leg.start.probe:
+            self._count(ended.outcome)
         self.tell(leg.router, ended)
         return True
 
@@ -148,3 +152,11 @@ class Legs:
 
     def of(self, router: bytes) -> list[WorkerLeg]:
         return [leg for leg in self.by_rid.values() if leg.router == router]
+
+
+def fault_of(reason: str) -> tuple[int, Literal["", "self", "peer"]]:
+    """Status and fault of a transfer that was stopped here."""
+    if reason.startswith("pairing: "):
+        return 409, ""
+    theirs = reason in (LENDER_CLOSED, LENDER_GONE, ACCESS_REVOKED) or reason.startswith("decode ")
+    return 502, "peer" if theirs else "self"

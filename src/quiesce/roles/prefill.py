@@ -8,6 +8,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
 import zmq
 
 from quiesce.channel import Received
@@ -22,19 +23,19 @@ from quiesce.core.borrower import (
     LenderGone,
     LenderUp,
     Paired,
+    PostEnded,
     State,
 )
 from quiesce.core.borrower import Event as BorrowerEvent
-from quiesce.core.holding import ACCESS_REVOKED
 from quiesce.core.lending import Transfer
 from quiesce.core.machine import Action, Arm, Fired, Heard, Opened, Post, Send, Stopped, TryDrain
-from quiesce.core.messages import Await, FirstToken, HandOff, Leg, Offer, Ping, Reached, Sample, TransferId
+from quiesce.core.messages import Await, Busy, FirstToken, HandOff, Leg, Offer, Ping, Reached, Sample, TransferId
 from quiesce.core.proofs import LeaseKey, Proof, ProofKind
-from quiesce.core.records import LENDER_CLOSED, LENDER_GONE
 from quiesce.engine.engine import Engine, Result
 from quiesce.roles.decode_peers import DecodePeers
 from quiesce.roles.late import Turns
-from quiesce.roles.legs import WorkerLeg
+from quiesce.roles.legs import WorkerLeg, fault_of
+from quiesce.roles.null_peers import NullDecode
 from quiesce.roles.posts import Posts
 from quiesce.roles.proving import check_transport
 from quiesce.roles.report import Standing, prefill_samples
@@ -90,6 +91,16 @@ class PrefillWorker(Worker):
     def machine(self) -> None:
         self.borrower = Borrower(self.epoch, self.ledger, window=POST_WINDOW, batch=self.settings.max_transfer_pages)
         self.posts = Posts(self.tell)
+        self.null = NullDecode(self.epoch)
+        self.tell(LenderUp(self.null.epoch))
+
+    def probe(self, leg: WorkerLeg) -> bool:
+        """A test request begins. False: there is no room for it."""
+        tokens = len(leg.start.token_ids)
+        pairing = leg.pairing(self.engine.fingerprint.model)
+        room = self.null.offer(leg.start.room, pairing, tokens, pages_for(tokens, self.settings.page_size))
+        self._hear_null()
+        return room
 
     def peer_up(self, epoch: int) -> bool:
         """A session stands. False: that process was taken for dead."""
@@ -137,6 +148,10 @@ class PrefillWorker(Worker):
     # ------------------------------------------------------------ pairing
 
     def start(self, leg: WorkerLeg) -> None:
+        if leg.start.probe:
+            if not self.probe(leg):
+                self.say_end(leg, "refused", 503, "there is no room for a test request")
+            return
         job = self.jobs.get(leg.start.room)
         if job is not None:
             self._pair(job, leg)
@@ -170,17 +185,25 @@ class PrefillWorker(Worker):
             return
         if not self.compare(job.leg, request.pairing(self.engine.fingerprint.model)):
             return
-        job.sequence = Sequence(
-            tid=job.leg.tid,
+        job.sequence = self.sequence(request, job.leg.tid)
+        self.by_tid[job.leg.tid] = job
+        if request.start.probe:
+            self.queue.appendleft(job)
+        else:
+            self.queue.append(job)
+
+    @staticmethod
+    def sequence(request: WorkerLeg, tid: TransferId) -> Sequence:
+        return Sequence(
+            tid=tid,
             rid=request.rid,
             prompt_tokens=request.prompt_tokens,
             tokens=list(request.start.token_ids),
             sampling=request.start.sampling,
             eos=frozenset(),
+            probe=request.start.probe,
             grammar=request.grammar,
         )
-        self.by_tid[job.leg.tid] = job
-        self.queue.append(job)
 
     def give_up(self, leg: WorkerLeg, outcome: Literal["cancelled", "failed"], status: int, reason: str) -> None:
         self.say_end(leg, outcome, status, reason)
@@ -252,11 +275,19 @@ class PrefillWorker(Worker):
     def act(self, action: Action) -> None:
         match action:
             case Send(to, message):
-                self.peers.send(to, message)
+                if isinstance(message, Busy):  # the core has no clock
+                    message = msgspec.structs.replace(message, oldest_ms=self.posts.oldest_ms(message.leg))
+                if to == self.null.epoch:
+                    self.null.hear(message)
+                    self._hear_null()
+                else:
+                    self.peers.send(to, message)
             case Arm():
                 self.timers.arm(action)
             case Opened(leg):
                 self._opened(leg)
+            case Post(leg=leg) if leg.tid.epoch == self.null.epoch:
+                self.tell(PostEnded(leg, action.number, self.null.write(action)))
             case Post(leg=leg, source=source, destination=destination, grant=grant):
                 session = self.peers.by_epoch.get(leg.tid.epoch)
                 peer = None if session is None else session.peer
@@ -269,6 +300,11 @@ class PrefillWorker(Worker):
                 self.stopped(leg, reason, "done" if reason == "done" else "given up" if asked else "failed")
             case _:
                 raise AssertionError(f"a borrower does not ask for {action}")
+
+    def _hear_null(self) -> None:
+        """What the probe's other half says, at once."""
+        while self.null.said:
+            self.tell(Heard(self.null.said.popleft(), self.null.epoch))
 
     def stopped(self, leg: Leg, reason: str, how: Literal["done", "given up", "failed"]) -> None:
         """Nothing more is done for it: stop computing, and say the request's last word."""
@@ -292,9 +328,9 @@ class PrefillWorker(Worker):
         elif how == "given up":
             self.say_end(job.request, "cancelled", 502, reason)
         else:
-            if self.legs.by_rid.get(job.request.rid) is job.request:  # else it had its last word: a cancel
-                self.transfers_failed += 1
-            status, fault = _judged(reason)
+            spoke = self.legs.by_rid.get(job.request.rid) is not job.request  # it had its last word: a cancel
+            self.transfers_failed += not (spoke or job.request.start.probe)
+            status, fault = fault_of(reason)
             self.say_end(job.request, "failed", status, reason, fault)
 
     def fire(self, payload: object) -> None:
@@ -352,14 +388,6 @@ class PrefillWorker(Worker):
     def close(self) -> None:
         self.transport.close_all()
         super().close()
-
-
-def _judged(reason: str) -> tuple[int, Literal["", "self", "peer"]]:
-    """Status and fault of a transfer that was stopped here."""
-    if reason.startswith("pairing: "):
-        return 409, ""
-    theirs = reason in (LENDER_CLOSED, LENDER_GONE, ACCESS_REVOKED) or reason.startswith("decode ")
-    return 502, "peer" if theirs else "self"
 
 
 def run(settings: WorkerSettings) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from quiesce.core.admission import pages_for
+from quiesce.core.closed_set import Ids
 from quiesce.core.lending import End, PeerLost, Revoked, Transfer
 from quiesce.core.machine import Action, Arm, Closed, Heard, Lost, Opened, Revoke, Send
 from quiesce.core.messages import Drained, Failed, FirstToken, HandOff, Leg, Ping, TransferId
@@ -14,6 +17,7 @@ from quiesce.core.pull_lender import Event as LenderEvent
 from quiesce.core.pull_lender import PullLender
 from quiesce.core.pulling import COMPUTING, Computed, ReaderUp
 from quiesce.core.records import LENDER_GONE
+from quiesce.roles.legs import WorkerLeg
 from quiesce.roles.prefill import Job, PrefillWorker
 from quiesce.roles.report import Standing
 from quiesce.roles.revoking import Revoking, spoken
@@ -36,9 +40,23 @@ class PullPrefillWorker(PrefillWorker):
         self.revoking = Revoking(self.transport, self.timers, self.tell)
         self.unattached: dict[TransferId, tuple[Job, FirstToken, float]] = {}  # computed; its reader is not there yet
         self.lent: dict[TransferId, int] = {}  # generation that the transport lets its reader in under
+        self._probe_ids = Ids(secrets.randbits(64) | 1)
         self._given_up = False  # what is being heard is decode's word that it gave up
 
     # ------------------------------------------------------------ where it differs from push
+
+    def probe(self, leg: WorkerLeg) -> bool:
+        """Through pages, batch and engine: nothing is lent where nobody reads."""
+        tid = self._probe_ids.next
+        pages = self.ledger.own(tid, pages_for(len(leg.start.token_ids), self.settings.page_size))
+        if pages is None:
+            return False
+        self._probe_ids.mint()
+        sequence = self.sequence(leg, tid)
+        sequence.pages = list(pages)
+        self.by_tid[tid] = Job(Leg(tid, 0, 0, self.epoch), leg.start.room, leg, sequence)
+        self.batch.add(sequence)
+        return True
 
     def peer_up(self, epoch: int) -> bool:
         self.tell(ReaderUp(epoch))
@@ -59,7 +77,12 @@ class PullPrefillWorker(PrefillWorker):
 
     def ready(self, job: Job, sequence: Sequence, first: FirstToken | None) -> None:
         """Nothing is lent before all of it is computed (guard L1)."""
-        if first is not None:
+        if sequence.probe:
+            if first is not None and job.request is not None:
+                del self.by_tid[sequence.tid]
+                self.ledger.end(sequence.tid)
+                self.say_end(job.request, "handed_over")
+        elif first is not None:
             self.unattached[job.leg.tid] = (job, first, time.monotonic())
             self._lend_waiting()
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from quiesce.core.admission import pages_for
 from quiesce.core.borrowing import DrainSaid
 from quiesce.core.machine import Action, CheckGrant, Closed, Committed, Lost, Post, TryDrain
-from quiesce.core.messages import HandOff, Leg, Standing, TransferId
+from quiesce.core.messages import HandOff, Leg, Ping, Standing, TransferId
 from quiesce.core.pull_reader import PullReader
 from quiesce.core.pulling import Ask
 from quiesce.engine.engine import Engine
 from quiesce.roles.decode import DecodeWorker
 from quiesce.roles.grant_checks import GrantChecks
+from quiesce.roles.legs import WorkerLeg
 from quiesce.roles.posts import Posts
 from quiesce.roles.settings import WorkerSettings
 from quiesce.transfer.interface import Peer, Transport
@@ -86,6 +88,17 @@ class PullDecodeWorker(DecodeWorker):
 
     def begin(self, tid: TransferId, prefill: int, remaining_ms: int) -> None:
         self.tell(Ask(tid, remaining_ms))
+
+    def probe(self, leg: WorkerLeg) -> bool:
+        """Through pages, batch and engine: there is nothing to read where nobody else is."""
+        tid = self.local(pages_for(len(leg.start.token_ids), self.settings.page_size))
+        if tid is not None:
+            self.generation.admit(leg, tid)
+            self.generation.sequence(tid, computed=0)
+        return tid is not None
+
+    def _probed(self, message: HandOff | Ping) -> None:
+        """No probe has another half here."""
 
     def reading(self) -> tuple[int, ...]:
         return self.lender.reading()

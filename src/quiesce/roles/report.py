@@ -66,6 +66,9 @@ def timing(leg: WorkerLeg, now: float) -> dict[str, Any]:
 
 def record(worker: Worker, leg: WorkerLeg, ended: Ended) -> None:
     """The measures of a leg that was let in and has ended, and its one line in the log."""
+    if leg.start.probe:
+        log.debug("a probe ended %s%s", ended.outcome, f" ({ended.reason})" if ended.reason else "")
+        return
     if leg.left_queue is not None:
         worker.waits.queue.observe(leg.left_queue - leg.arrived)
     if leg.transfer_began is not None and leg.transfer_ended is not None:

@@ -25,6 +25,7 @@ class Sequence:
     precedence: tuple[int, float] = (0, 0.0)  # (priority, arrival): the smaller is served first, retracted last
     pages: list[int] = field(default_factory=list)
     computed: int = 0
+    probe: bool = False  # a test of this worker: it counts nowhere
     grammar: Compiled | None = None
     scored: bool = True  # its prompt's log-probabilities, when wanted, are still to be said
     ended: bool = False

@@ -34,6 +34,7 @@ class Steps:
         self.page_size = page_size
         self.tell = tell
         self.prompt_tokens_computed = 0  # whether or not their request still wanted them
+        self.probing = 0  # steps that were for probes alone
 
     def launch(self) -> bool:
         """Starts the next step unless one is under way or there is nothing to compute."""
@@ -71,10 +72,12 @@ class Steps:
         if end is None:
             return False
         plan, self.batch.under_way = self.batch.under_way, []
+        self.probing += all(sequence.probe for sequence, _ in plan)
         for index, (sequence, count) in enumerate(plan):
             key = LeaseKey.compute(sequence.tid)
             self.ledger.close(key, Proof.spoken(ProofKind.COMPLETED, key))
-            self.prompt_tokens_computed += max(0, min(count, sequence.prompt_tokens - sequence.computed))
+            if not sequence.probe:
+                self.prompt_tokens_computed += max(0, min(count, sequence.prompt_tokens - sequence.computed))
             if sequence.ended:
                 continue
             if index in end.errors:

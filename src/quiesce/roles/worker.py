@@ -312,7 +312,7 @@ class Worker(ABC):
                 address=Address(self.settings.name, self.epoch, self.listener.endpoint, self.keys.public),
                 fingerprint=self.fingerprint(),
                 limits=self.limits(),
-                progress=self.thread.steps,
+                progress=self.thread.steps - self.steps.probing,
                 queued=len(self.legs) - len(self.batch),
                 running=len(self.batch),
                 waiting_tokens=self.waiting_tokens(),

@@ -21,6 +21,7 @@ class Call:
         self.work = work
         self.index = index
         self.ask = ask
+        self.began = 0.0  # of the event loop's clock
         self.attempts = 0
         self.emitted: list[int] = []  # every token of the answer so far
         self.pending: Verdict | None = None  # a failure that the next attempt may make good

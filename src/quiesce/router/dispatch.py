@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-from collections import Counter
 from collections.abc import Sequence, Set
 from typing import Any
 
@@ -27,9 +25,8 @@ from quiesce.router import pairing
 from quiesce.router import request as rq
 from quiesce.router.attempts import RetryBudget, Rules, finished, leg, may_continue
 from quiesce.router.calls import Call, Work
-from quiesce.router.health import report
-from quiesce.router.inspections import Inspections
 from quiesce.router.links import Links
+from quiesce.router.looking import Looking
 from quiesce.router.registry import Change, Connect, Lost, Registry, Silent, Worker
 
 log = logging.getLogger(__name__)
@@ -39,28 +36,17 @@ _Workers = dict[rq.Side, Worker]
 SWEEP_SECONDS = 0.25
 CANCEL_SECONDS = 0.5  # first wait for the answer to a cancel; doubles with each try
 CLEAR_SECONDS = 0.7  # within which a failed attempt must be known to be over, for another one to follow
-COUNTED = (
-    *("answers_started", "answers_ended", "requests_begun", "retries", "failovers"),
-    *("late_messages", "cancels_unanswered", "stray_messages"),
-)
 
 
-class Dispatcher:
+class Dispatcher(Looking):
     """The backend of the API. Make it inside the running loop, then `start`."""
 
     def __init__(self, registry: Registry | None = None, rules: Rules | None = None) -> None:
         self.rules = rules or Rules()
-        self.registry = registry or Registry(breaker=self.rules.breaker)
-        self.epoch = secrets.randbits(64)
-        self.draining = False
+        super().__init__(registry or Registry(breaker=self.rules.breaker), asyncio.get_running_loop())
         self._patience = 0.0  # until when a drain waits for running requests
-        self._calls: dict[str, Call] = {}
-        self._counts: Counter[str] = Counter()
         self._turn = 0
         self._budget = RetryBudget()
-        self._inspections = Inspections(self._send)
-        self._loop = asyncio.get_running_loop()
-        self._links: Links | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
     def start(self, links: Links) -> None:
@@ -77,21 +63,6 @@ class Dispatcher:
             self._links.close()
 
     # ------------------------------------------------------------ for the API
-
-    def _usable(self, avoid: Set[int] = frozenset()) -> list[Worker]:
-        workers = [worker for worker in self.registry.workers.values() if worker.epoch not in avoid]
-        return pairing.usable(workers, self._loop.time(), self.registry.patience)
-
-    def context_limit(self) -> int | None:
-        return pairing.context_limit(self._usable())
-
-    def refusal(self) -> ApiError | None:
-        if self.draining:
-            return unavailable("the server is shutting down", "draining", retry_after=5)
-        why = pairing.missing(self._usable())
-        if why:
-            return unavailable(f"no workers can serve this now: {'; '.join(why)}; see /health", "no_workers")
-        return None
 
     def open(self, asks: Sequence[Ask]) -> Work:
         if (refusal := self.refusal()) is not None:
@@ -111,6 +82,7 @@ class Dispatcher:
         for call in work.calls:
             self._counts["answers_started"] += 1
             self._budget.request()
+            call.began = self._loop.time()
             late = call.ask.deadline - self._loop.time() > 0.9 * self.rules.deadline
             call.timers["deadline"] = self._loop.call_at(call.ask.deadline, self._deadline, call, late)
         for call in work.calls:
@@ -139,20 +111,6 @@ class Dispatcher:
             del self._calls[call.rid]
             for worker in call.workers.values():
                 worker.over(call.rid)
-
-    def health(self) -> tuple[bool, dict[str, Any]]:
-        return report(self.registry, self._loop.time(), self.draining, len(self._calls))
-
-    async def inspect(self, timeout: float, page: int | None = None) -> dict[str, Inspected | str]:
-        return await self._inspections.ask(list(self.registry.workers.values()), timeout, page)
-
-    def counters(self) -> dict[str, int]:
-        links = self._links.counters() if self._links else {}
-        registry = {"registrations_refused": self.registry.refused, "breakers_opened": self.registry.breakers_opened}
-        return {name: self._counts[name] for name in COUNTED} | links | registry
-
-    def legs(self) -> dict[str, int]:
-        return {worker.name: len(worker.legs) for worker in self.registry.workers.values()}
 
     # ------------------------------------------------------------ shutdown
 
@@ -291,15 +249,17 @@ class Dispatcher:
         call.finish(verdict)
         call.work.failed(call, verdict)
 
-    def _send(self, worker: Worker, message: Wire) -> bool:
-        return self._links is not None and self._links.send(worker, message)
-
     def _deadline(self, call: Call, late: bool) -> None:
         self.feed(call, rq.GaveUp(504, "the request took longer than it may", "deadline_exceeded", late))
 
     # ------------------------------------------------------------ what the sockets bring
 
     def from_worker(self, worker: Worker, message: Wire) -> None:
+        if worker.probes and getattr(message, "rid", None) in worker.probes:
+            if isinstance(message, Ended):
+                self._probes.ended(worker, message)
+            return
+        self._moved = self._loop.time()
         match message:
             case Tokens(rid=rid, token_ids=token_ids, logprobs=logprobs):
                 if (found := self._leg(worker, rid)) is not None:
@@ -348,6 +308,7 @@ class Dispatcher:
             await asyncio.sleep(SWEEP_SECONDS)
             try:
                 self._apply(self.registry.sweep(self._loop.time()))
+                self._probes.sweep(self.registry.workers.values())
             except Exception:  # one fault must not end the watch over all workers
                 log.exception("the sweep over the workers failed")
 
@@ -362,6 +323,7 @@ class Dispatcher:
                     log.warning("%s: no new work for it, and its requests wait", reason)
                 case Lost(worker, reason, gone):
                     log.warning("%s", reason)
+                    self._probes.forget(worker)
                     if gone and self._links is not None:
                         self._links.disconnect(worker)
                     self._each_leg(worker, lambda side, why=reason, dead=gone: rq.LegLost(side, why, dead))

@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from quiesce.router import pairing
 from quiesce.router.registry import Registry, Worker
 
 
-def report(registry: Registry, now: float, draining: bool, running: int) -> tuple[bool, dict[str, Any]]:
+@dataclass(frozen=True)
+class Standing:
+    """The requests that run: how many, since when the oldest does, when anything was last heard of any."""
+
+    running: int = 0
+    oldest: float | None = None
+    moved: float = 0.0
+
+    def still(self, registry: Registry, now: float) -> float:
+        """Seconds for which there has been work and nothing has moved, at the router or at any worker."""
+        if self.oldest is None:
+            return 0.0
+        steps = max((worker.stepped for worker in registry.workers.values()), default=0.0)
+        return now - max(self.oldest, self.moved, steps)
+
+
+def report(registry: Registry, now: float, draining: bool, work: Standing) -> tuple[bool, dict[str, Any]]:
     """(a request can be served, JSON-able detail)"""
     workers = list(registry.workers.values())
     usable = pairing.usable(workers, now, registry.patience)
     missing = pairing.missing(usable)
-    healthy = not missing and not draining
+    still = work.still(registry, now)
+    stuck = still > registry.patience.stalled
+    healthy = not missing and not draining and not stuck
     detail = {
-        "status": "ok" if healthy else "draining" if draining else "unavailable",
+        "status": "ok" if healthy else "draining" if draining else "unavailable" if missing else "stuck",
+        "nothing_moved_for": round(still, 3) if stuck else None,
         "missing": missing,
         "mismatches": pairing.mismatches(workers),
         "context_limit": pairing.context_limit(usable),
-        "requests": running,
+        "requests": work.running,
         "roles": {role: _role(role, workers, usable) for role in ("prefill", "decode", "colocated")},
         "workers": [_worker(worker, now, registry) for worker in sorted(workers, key=lambda w: w.name)],
         "departed": [
@@ -47,9 +67,11 @@ def _worker(worker: Worker, now: float, registry: Registry) -> dict[str, Any]:
         "full": worker.full,
         "cautions": list(latest.cautions),
         "heartbeat_seconds_ago": round(now - worker.seen, 3),
+        "drained": bool(worker.drained),
         "progress": latest.progress,
         "queued": latest.queued,
         "running": latest.running,
+        "waiting_tokens": latest.waiting_tokens,
         "legs": len(worker.legs),
         "context_length": latest.limits.context_length,
         "pool_tokens": latest.limits.pool_tokens,

@@ -18,12 +18,13 @@ LEG_TOKENS = 128  # what a running request costs a worker, in tokens of prompt
 class Patience:
     """Seconds. `silent`: no heartbeat, so not chosen; what it has, waits. `lost`: silent so long that its requests
     end, the hold timeout. A dead worker is known at once, by its connection or the supervisor. `stalled`: work but
-    no loop progress. `forgotten`: silent so long that its entry goes. `pause`: a sweep this late means that we
-    were away ourselves."""
+    no loop progress. `probe`: no loop progress and no answer to a test request either. `forgotten`: silent so long
+    that its entry goes. `pause`: a sweep this late means that we were away ourselves."""
 
     silent: float = 4.0
     lost: float = 30.0
     stalled: float = 30.0
+    probe: float = 5.0
     forgotten: float = 60.0
     pause: float = 1.0
 
@@ -40,10 +41,14 @@ class Worker:
     latest: Register
     user: str  # the key it proved
     seen: float
-    moved: float  # when `progress` last changed
+    moved: float  # when `progress` last changed, it was idle, or it passed a probe
+    stepped: float = 0.0  # as `moved`, and by nothing else
     up: bool = False  # the link to its control socket
     legs: set[str] = field(default_factory=set)  # rids it has not ended
     breaker: Breaker = field(default_factory=Breaker)
+    probes: dict[str, float] = field(default_factory=dict)  # test requests that are out -> when they were sent
+    probe_answered: float = 0.0
+    probe_error: str = ""  # why its last one failed
     drained: str = ""  # why an operator lets it have no new work
     sent_tokens: int = 0  # of prompts that it was given since its last heartbeat
     chosen: int = 0  # turn at which it was last chosen
@@ -76,9 +81,21 @@ class Worker:
             return why
         if self.latest.draining or self.drained:
             return self.drained or "it is draining: it ends once its requests have"
-        if (self.latest.queued or self.latest.running) and now - self.moved > patience.stalled:
+        if self.busy and now - self.moved > patience.stalled:
             return f"its engine loop has not moved for {now - self.moved:.1f} s"
-        return self.breaker.trouble(now)
+        out = now - max(self.probe_sent or now, self.moved)
+        if out > patience.probe:
+            return f"it does not move, and a test request has not come back for {out:.1f} s"
+        return self.probe_error or self.breaker.trouble(now)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.latest.queued or self.latest.running)
+
+    @property
+    def probe_sent(self) -> float | None:
+        """When the oldest test request that is out was sent."""
+        return min(self.probes.values(), default=None)
 
     @property
     def load(self) -> int:
@@ -149,7 +166,9 @@ class Registry:
             return []
         known = self.workers.get(address.name)
         if known is not None and known.epoch == address.epoch:
-            if known.latest.progress != message.progress or not (message.queued or message.running):
+            if known.latest.progress != message.progress:
+                known.moved = known.stepped = now
+            elif not (message.queued or message.running):
                 known.moved = now
             known.latest, known.seen, known.sent_tokens = message, now, 0
             known.told_silent = known.told_lost = False

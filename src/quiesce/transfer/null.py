@@ -42,11 +42,13 @@ class NullTransport(Transport):
 
     def __init__(self, epoch: int) -> None:
         self._epoch = epoch
-        self._ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._ready = -1  # made when somebody means to wait for it
         self._ended: list[tuple[Post, Outcome]] = []
         self._last = 0
 
     def fileno(self) -> int:
+        if self._ready < 0:
+            self._ready = os.eventfd(len(self._ended), os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         return self._ready
 
     def close_all(self) -> None:

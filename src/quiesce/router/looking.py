@@ -1,0 +1,80 @@
+"""What can be asked of the router at any time: whether it can serve, what it counts, how its workers are."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Set
+from typing import Any
+
+from quiesce.api.errors import ApiError, unavailable
+from quiesce.core.messages import Inspected, Wire
+from quiesce.router import pairing
+from quiesce.router.calls import Call
+from quiesce.router.health import Standing, report
+from quiesce.router.inspections import Inspections
+from quiesce.router.links import Links
+from quiesce.router.probes import Probes
+from quiesce.router.registry import Registry, Worker
+
+COUNTED = (
+    *("answers_started", "answers_ended", "requests_begun", "retries", "failovers"),
+    *("late_messages", "cancels_unanswered", "stray_messages"),
+)
+
+
+class Looking:
+    """The half of the dispatcher that changes nothing about requests."""
+
+    def __init__(self, registry: Registry, loop: asyncio.AbstractEventLoop) -> None:
+        self.registry = registry
+        self.epoch = secrets.randbits(64)
+        self.draining = False
+        self._loop = loop
+        self._links: Links | None = None
+        self._calls: dict[str, Call] = {}
+        self._counts: Counter[str] = Counter()
+        self._moved = loop.time()  # when a worker last said anything about a request
+        self._inspections = Inspections(self._send)
+        self._probes = Probes(self.epoch, self._send, loop.time)
+
+    def _usable(self, avoid: Set[int] = frozenset()) -> list[Worker]:
+        workers = [worker for worker in self.registry.workers.values() if worker.epoch not in avoid]
+        return pairing.usable(workers, self._loop.time(), self.registry.patience)
+
+    def context_limit(self) -> int | None:
+        return pairing.context_limit(self._usable())
+
+    def refusal(self) -> ApiError | None:
+        if self.draining:
+            return unavailable("the server is shutting down", "draining", retry_after=5)
+        why = pairing.missing(self._usable())
+        if why:
+            return unavailable(f"no workers can serve this now: {'; '.join(why)}; see /health", "no_workers")
+        return None
+
+    def health(self) -> tuple[bool, dict[str, Any]]:
+        began = min((call.began for call in self._calls.values()), default=None)
+        work = Standing(len(self._calls), began, self._moved)
+        return report(self.registry, self._loop.time(), self.draining, work)
+
+    async def probe(self, timeout: float) -> dict[str, float | str]:
+        return await self._probes.all(list(self.registry.workers.values()), timeout)
+
+    def ready(self, role: str) -> bool:
+        return any(worker.role == role for worker in self._usable()) and not self.draining
+
+    async def inspect(self, timeout: float, page: int | None = None) -> dict[str, Inspected | str]:
+        return await self._inspections.ask(list(self.registry.workers.values()), timeout, page)
+
+    def counters(self) -> dict[str, int]:
+        links = self._links.counters() if self._links else {}
+        registry = {"registrations_refused": self.registry.refused, "breakers_opened": self.registry.breakers_opened}
+        return {name: self._counts[name] for name in COUNTED} | links | registry
+
+    def legs(self) -> dict[str, int]:
+        return {worker.name: len(worker.legs) for worker in self.registry.workers.values()}
+
+    def _send(self, worker: Worker, message: Wire) -> bool:
+        return self._links is not None and self._links.send(worker, message)
