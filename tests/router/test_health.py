@@ -74,6 +74,7 @@ async def test_a_test_request_goes_to_every_worker_when_health_is_asked_for_it(
         c.prefill.passes = True
         await until(lambda: c.router.dispatcher.health()[0])  # it is asked again by itself
         assert (await c.chat()).status_code == 200
+        await c.idle()
         before = c.router.dispatcher.counters()
         await c.client.get("/health?probe=1")
         assert c.router.dispatcher.counters() == before, "test requests count nowhere"
