@@ -23,13 +23,18 @@ class MissingEngine(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """`ending`: the agent's end at the lender proves that nothing of its peer lands any more. `ending_reads`: the end
-    of a reader's own agent proves that nothing lands in its pages any more. `death`: so does the death of the peer's
-    process, seen through its pid. `flush`: a write that is PLACED proves that all before it on the agent landed."""
+    """What can be relied on, as measured. An agent's end is the end of that agent in the lender's process.
+
+    `ending`: an agent's end proves that nothing of its peer lands any more. `ending_read`: so does it for a peer that
+    reads, and it can be ended while it is read from. `death`: the end of the peer's process, seen through its pid, is
+    what proves that. `diverts`: what arrives is stored by our own threads, so that remapping keeps reads of ours out.
+    `flush`: a write that is PLACED proves that all that was lost before it on the same agents has landed.
+    """
 
     ending: bool
-    ending_reads: bool
+    ending_read: bool
     death: bool
+    diverts: bool
     flush: bool
     pages_in_flight: int  # of one batch; one batch is one operation of the engine
     batches_in_flight: int

@@ -26,6 +26,7 @@ log = logging.getLogger("quiesce.transfer")
 MAX_HALF_OPEN = 32
 MAX_ENDED_RECORDS = 4096  # beyond it the oldest proof is forgotten: pages are then held longer, never freed
 MAX_UNPROVEN = 64  # generations of one peer whose end proves nothing
+MAX_LEFT = 64  # agents that cannot be ended, because their peers may still be reading through them
 
 
 @dataclass(eq=False)
@@ -40,6 +41,7 @@ class Connection:
     window: Window | None = None
     trial: bytes = b""
     attached: bool = False
+    read: bool = False  # pages were lent to it for reading
 
 
 @dataclass(eq=False)
@@ -47,6 +49,7 @@ class PeerRecord:
     """All that was ever lent to one peer epoch."""
 
     epoch: int
+    first: int = 0
     generation: int = 0  # the newest
     unproven: set[int] = field(default_factory=set)  # generations under which something may still land
     connection: Connection | None = None  # of the newest
@@ -54,6 +57,7 @@ class PeerRecord:
     pidfd: int | None = None
     asked: int = 0  # fence without a number: the generation it was first asked for
     death: bool = False  # what it is proven by: the end of its process
+    read: bool = False  # it only ever reads, and who is dead reads no more
 
     @property
     def proven_through(self) -> int:
@@ -77,6 +81,7 @@ class AgentLender:
         self._records: dict[int, PeerRecord] = {}
         self._by_generation: dict[int, Connection] = {}  # agents that are being made
         self._ending: dict[int, PeerRecord] = {}
+        self._left = 0
         self._last_generation = 0
         self.lost: list[PeerLost] = []
         self.counters = dict.fromkeys(("attach_refused", "agents_lent", "agents_ended", "agents_rebuilt"), 0)
@@ -172,6 +177,8 @@ class AgentLender:
         if record is None:
             record = self._records[connection.epoch] = PeerRecord(connection.epoch)
         refusal = self._watch_death(record, connection)
+        if self._left >= MAX_LEFT:
+            refusal = f"{MAX_LEFT} agents are left over from peers that read; this worker must be restarted"
         if refusal is not None:
             self._turn_away(connection, refusal, final=False)
             return
@@ -180,18 +187,18 @@ class AgentLender:
         assert self._keeper is not None
         self._last_generation += 1
         connection.generation = record.generation = self._last_generation
+        record.first = record.first or self._last_generation
         record.unproven.add(connection.generation)  # on record before anything of it leaves
         record.connection = self._by_generation[connection.generation] = connection
         self._keeper.make(connection.generation)
 
     def _watch_death(self, record: PeerRecord, connection: Connection) -> str | None:
-        """Where only the end of its process proves anything: which process that is. Else why it is refused."""
-        if not self._engine.limits.death:
-            return None
-        if len(record.unproven) >= MAX_UNPROVEN:
+        """Which process it is, as far as can be known; None, or why it is refused."""
+        proves = self._engine.limits.death
+        if proves and len(record.unproven) >= MAX_UNPROVEN:
             return f"it attached {MAX_UNPROVEN} times, and only its process's end proves anything"
         if connection.pid == 0:
-            return "its process cannot be seen from here"
+            return "its process cannot be seen from here, and only its end proves anything" if proves else None
         if record.pidfd is not None:
             return None if record.pid == connection.pid else "another process of this epoch is alive"
         try:
@@ -199,7 +206,7 @@ class AgentLender:
         except OSError:
             return "its process is gone"
         # still connected after pidfd_open: the number was not given to another process in between
-        if connection.line.credentials()[0] != connection.pid or has_exited(record.pidfd):
+        if has_exited(record.pidfd) or not connection.line.is_up():
             os.close(record.pidfd)
             record.pidfd = None
             return "its process is gone"
@@ -245,7 +252,11 @@ class AgentLender:
         if record is None or record.connection is not connection:
             return
         record.connection = None
-        if connection.generation in record.unproven:
+        if connection.read and not self._engine.limits.ending_read:
+            assert self._keeper is not None
+            self._left += 1
+            self._keeper.leave_be(connection.generation)
+        elif connection.generation in record.unproven:
             assert self._keeper is not None
             self._ending[connection.generation] = record
             self._keeper.end(connection.generation)
@@ -255,7 +266,7 @@ class AgentLender:
     def _ended(self, generation: int, clean: bool) -> None:
         record = self._ending.pop(generation)
         self.counters["agents_ended"] += 1
-        if clean and self._engine.limits.ending:
+        if clean and self._engine.limits.ending:  # of an agent that was read from, see `_drop`
             record.unproven.discard(generation)
             self._proven(record, generation, "its agent is no more")
 
@@ -264,15 +275,17 @@ class AgentLender:
             return
         self._watch.remove(record.pidfd)
         os.close(record.pidfd)
-        record.pidfd, record.death = None, True
+        record.pidfd = None
         if record.connection is not None:
             self._drop(record.connection, "its process has ended")
-        record.unproven.clear()
-        self._proven(record, record.generation, "its process has ended")
+        if self._engine.limits.death or record.read:
+            record.unproven.clear()
+            record.death = True
+        self._proven(record, record.generation, "its process has ended", final=True)
 
-    def _proven(self, record: PeerRecord, generation: int, reason: str) -> None:
+    def _proven(self, record: PeerRecord, generation: int, reason: str, final: bool = False) -> None:
         """Told again, now that the proof can be had."""
-        self.lost.append(PeerLost(record.epoch, generation, reason))
+        self.lost.append(PeerLost(record.epoch, generation, reason, final))
         self._records[record.epoch] = self._records.pop(record.epoch)  # newest end last
         over = [r.epoch for r in self._records.values() if r.connection is None and not r.unproven]
         for epoch in over[: max(0, len(over) - MAX_ENDED_RECORDS)]:
@@ -306,7 +319,8 @@ class AgentLender:
             if generation is None:
                 record.asked = wanted
             current = record.connection
-            if self._engine.limits.ending and current is not None and current.generation <= wanted:
+            can = self._engine.limits.ending and (self._engine.limits.ending_read or not record.read)
+            if can and current is not None and current.generation <= wanted:
                 self.counters["agents_rebuilt"] += 1
                 self._drop(current, "its access was revoked")
             return None
@@ -315,20 +329,34 @@ class AgentLender:
         return FenceProof("gone" if record.death else "fenced", peer_epoch, record.proven_through)
 
     def gone(self, peer_epoch: int) -> FenceProof | None:
+        """The agents that copied for it are no more, or where that proves nothing, its process."""
         record = self._records.get(peer_epoch)
-        if record is None or not record.death:
+        if record is None or record.proven_through < record.first:
             return None
-        return FenceProof("gone", peer_epoch, record.proven_through)
+        return FenceProof("gone" if record.death else "fenced", peer_epoch, record.proven_through)
+
+    def is_read(self, peer_epoch: int) -> None:
+        """From now on this peer may be reading through its agent."""
+        record = self._records.get(peer_epoch)
+        if record is not None and record.connection is not None:
+            record.read = record.connection.read = True
+
+    def knows(self, peer_epoch: int) -> bool:
+        """Whether anything was ever lent to it."""
+        return peer_epoch in self._records
 
     def close(self, seconds: float) -> None:
         if self._listener is not None:
             self._watch.remove(self._listener.fileno())
             wire.unlisten(self._listener, self._address)
             self._listener = None
-        for connection in [*self._half_open, *(r.connection for r in self._records.values() if r.connection)]:
+        attached = [r.connection for r in self._records.values() if r.connection is not None]
+        for connection in [*self._half_open, *attached]:
             if connection.line.fileno() >= 0:
                 self._watch.remove(connection.line.fileno())
                 connection.line.close()
+            if connection.read and not self._engine.limits.ending_read and self._keeper is not None:
+                self._keeper.leave_be(connection.generation)
         for record in self._records.values():
             if record.pidfd is not None:
                 self._watch.remove(record.pidfd)

@@ -10,8 +10,12 @@ import numpy as np
 from quiesce.core.posting import Outcome
 from quiesce.transfer import attach as wire
 from quiesce.transfer.agent import Direction
-from quiesce.transfer.couriers import Batch, Courier
+from quiesce.transfer.couriers import NEVER, Batch, Courier
 from quiesce.transfer.interface import Peer, Post
+
+__all__ = ["NEVER", "Open", "Part", "Target", "remember", "written"]
+
+MAX_EPOCHS = 4096
 
 
 @dataclass(eq=False)
@@ -30,6 +34,7 @@ class Part:
     direction: Direction
     own: np.ndarray  # int64 [n]
     theirs: np.ndarray
+    generation: int  # of its grant
 
 
 @dataclass(eq=False)
@@ -47,14 +52,21 @@ class Target:
     courier: Courier | None = None
     attached: bool = False
     couriers: dict[Courier, set[Batch]] = field(default_factory=dict)  # with the batches that are at each
-    unproven: set[Courier] = field(
-        default_factory=set
-    )  # couriers on which something was lost and nothing showed its end
+    # on which something was lost that was not shown to have landed; True: something that it wrote
+    unproven: dict[Courier, bool] = field(default_factory=dict)
     queue: deque[Part] = field(default_factory=deque)
     open_posts: int = 0
     retry_at: float | None = None
     tries: int = 0
     over: bool = False  # disconnected, or the lender is gone for good
+
+
+def remember(newest: dict[int, int], epoch: int, value: int) -> None:
+    """Newest last, and no more than so many peers' epochs."""
+    newest.pop(epoch, None)
+    newest[epoch] = value
+    if len(newest) > MAX_EPOCHS:
+        del newest[next(iter(newest))]
 
 
 def written(moved: Batch | Part) -> set[int]:

@@ -17,7 +17,7 @@ from quiesce.transfer.agent import Engine
 from quiesce.transfer.agent_lender import AgentLender
 from quiesce.transfer.agent_poster import AgentPoster
 from quiesce.transfer.couriers import Told
-from quiesce.transfer.interface import Arena, FenceProof, Peer, PeerLost, Post, Region, Transport
+from quiesce.transfer.interface import Access, Arena, FenceProof, Peer, PeerLost, Post, Region, Transport
 from quiesce.transfer.watch import Watch
 from quiesce.transfer.window import check_arena
 
@@ -70,12 +70,22 @@ class AgentTransport(Transport):
     def generation(self, peer_epoch: int) -> int | None:
         return self._lender.generation(peer_epoch)
 
+    def lend(
+        self, peer_epoch: int, pages: Sequence[int], *, access: Access = "write", generation: int | None = None
+    ) -> int | None:
+        if access == "read":
+            self._lender.is_read(peer_epoch)
+        return super().lend(peer_epoch, pages, access=access, generation=generation)
+
     def fence(
         self, peer_epoch: int, generation: int | None = None, pages: frozenset[int] | None = None
     ) -> FenceProof | None:
         proof = self._lender.fence(peer_epoch, generation)
+        reads = None if generation is None else self._poster.fence_reads(peer_epoch, generation)
         self._settle()
-        return proof
+        if reads and generation is not None and not self._lender.knows(peer_epoch):
+            return FenceProof("fenced", peer_epoch, generation)
+        return None if reads is False else proof
 
     def gone(self, peer_epoch: int) -> FenceProof | None:
         return self._lender.gone(peer_epoch)
@@ -97,6 +107,11 @@ class AgentTransport(Transport):
 
     def write(self, peer: Peer, src_pages: Sequence[int], dst_pages: Sequence[int], grant: Grant) -> Post:
         post = self._poster.post("write", peer, src_pages, dst_pages, grant)
+        self._settle()
+        return post
+
+    def read(self, peer: Peer, dst_pages: Sequence[int], src_pages: Sequence[int], grant: Grant) -> Post:
+        post = self._poster.post("read", peer, dst_pages, src_pages, grant)
         self._settle()
         return post
 

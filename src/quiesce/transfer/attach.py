@@ -151,6 +151,15 @@ class Line:
         pid, uid, _ = _CREDENTIALS.unpack(packed)
         return pid, uid
 
+    def is_up(self) -> bool:
+        """Whether the other end is still open. Takes nothing that was sent."""
+        try:
+            return bool(self.sock.recv(1, socket.MSG_PEEK))
+        except (BlockingIOError, InterruptedError):
+            return True
+        except OSError:
+            return False
+
     def close(self) -> None:
         self.sock.close()
 

@@ -29,6 +29,7 @@ log = logging.getLogger("quiesce.transfer")
 
 _POLL_FIRST, _POLL_MOST = 0.0002, 0.002  # seconds between looks: busy looking starves an engine's own thread
 TRIAL_BYTES = 16
+NEVER = 1 << 63  # beyond any generation
 
 
 class Told:
@@ -101,7 +102,9 @@ class Courier:
         self._state: Literal["good", "failed", "broken"] = "good"
         self._window: Window | None = None
         self._agent: Posting | None = None
-        self.abandoned = False  # leaving the process: what is under way is not waited for
+        self.abandoned = False  # what is under way is not waited for
+        self.oldest_read = NEVER  # generation; kept by the poster, as long as something that was read is not over
+        self.diverted = False
         self._thread = threading.Thread(target=self._run, name="quiesce-courier", daemon=True)
         self._thread.start()
 
@@ -113,6 +116,12 @@ class Courier:
     def end(self) -> None:
         """No more batches; the agent ends when those under way have."""
         self._inbox.put(None)
+
+    def divert(self) -> None:
+        """What it still reads lands nowhere, from now on."""
+        self.diverted = True
+        if self._window is not None:
+            self._window.divert()
 
     def wait(self, seconds: float) -> bool:
         self._thread.join(seconds)
@@ -225,9 +234,8 @@ class Courier:
 
     def _end(self) -> bool:
         """True: nothing of this agent moves any more."""
-        writes = any(batch.direction == "write" for batch, _ in self._under_way)
-        if self._under_way and (writes or not self._engine.limits.ending_reads):
-            never_collected(self._agent)  # leaving the process with it
+        if self._under_way:
+            never_collected(self)  # leaving the process with it
             return False
         if self._agent is not None:
             try:
@@ -271,6 +279,10 @@ class Keeper:
     def end(self, generation: int) -> None:
         self._inbox.put(("end", generation))
 
+    def leave_be(self, generation: int) -> None:
+        """That agent cannot be ended safely: it stays as long as the process."""
+        self._inbox.put(("leave be", generation))
+
     def leave(self, seconds: float) -> None:
         self._inbox.put(("leave", 0))
         self._thread.join(seconds)
@@ -284,6 +296,8 @@ class Keeper:
                 return
             if what == "make":
                 self._open(generation)
+            elif what == "leave be":
+                never_collected(self._kept.pop(generation, None))
             else:
                 clean = self._close(generation)
                 self._told.tell(partial(self._ended, generation, clean))

@@ -44,13 +44,13 @@ def capabilities(lane: Lane) -> Capabilities:
         name="mooncake",
         lane=lane,
         push=True,
-        pull=False,
+        pull=True,
         gather=True,
         notify=False,
         failure_is_terminal=False,
         cancels_queued=True,
         blocking_post=False,
-        drain="none",
+        drain="per_post",
         fence="peer",
         fence_cost="disrupts_peer",
         placed_means="visible",
@@ -76,7 +76,13 @@ class MooncakeEngine:
     @property
     def limits(self) -> Limits:
         return Limits(
-            ending=True, ending_reads=False, death=False, flush=False, pages_in_flight=256, batches_in_flight=2
+            ending=True,
+            ending_read=True,
+            death=False,
+            diverts=self.lane == "tcp",
+            flush=False,
+            pages_in_flight=256,
+            batches_in_flight=2,
         )
 
     def check(self) -> None:

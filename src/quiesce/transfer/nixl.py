@@ -36,7 +36,7 @@ def capabilities(lane: Lane) -> Capabilities:
         name="nixl",
         lane=lane,
         push=True,
-        pull=False,
+        pull=True,
         gather=True,
         notify=False,
         failure_is_terminal=False,
@@ -68,7 +68,13 @@ class NixlEngine:
     def limits(self) -> Limits:
         cma = self.lane == "cma"
         return Limits(
-            ending=not cma, ending_reads=False, death=cma, flush=True, pages_in_flight=4096, batches_in_flight=4
+            ending=not cma,
+            ending_read=False,  # UCX 1.23 crashes when an agent ends that still answers reads
+            death=cma,
+            diverts=self.lane != "rc",
+            flush=True,
+            pages_in_flight=4096,
+            batches_in_flight=4,
         )
 
     def check(self) -> None:
@@ -80,6 +86,8 @@ class NixlEngine:
     def _pin(self) -> None:
         """UCX reads its settings from the environment, anew for each agent."""
         os.environ["UCX_TLS"] = _TLS[self.lane]
+        if self.lane != "rc":  # its modules for verbs bring a second libnl, and the process crashes when it exits
+            os.environ["UCX_MODULES"] = "^ib"
         os.environ.pop("UCX_NET_DEVICES", None)
         if self.devices:
             os.environ["UCX_NET_DEVICES"] = self.devices
@@ -107,7 +115,7 @@ class NixlEngine:
 
 def _library() -> Any:
     # What it says goes to stdout, which belongs to the program.
-    for name, value in (("NIXL_LOG_LEVEL", "WARN"), ("UCX_LOG_FILE", "stderr"), ("UCX_WARN_UNUSED_ENV_VARS", "n")):
+    for name, value in (("NIXL_LOG_LEVEL", "WARN"), ("UCX_LOG_FILE", "stderr"), ("UCX_LOG_LEVEL", "error")):
         os.environ.setdefault(name, value)
     try:
         from nixl_cu12 import _api  # noqa: PLC0415

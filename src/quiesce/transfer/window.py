@@ -73,6 +73,12 @@ class Window:
         """uint64 addresses of these pages."""
         return pages.astype(np.uint64) * np.uint64(self.page_bytes) + np.uint64(self.base)
 
+    def divert(self) -> None:
+        """What is still stored through these addresses by this process lands in memory that nobody looks at. Exact as
+        soon as it returns; a device, or another process that copies, is not diverted."""
+        flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+        _map(self.base, self.size, mmap.PROT_READ | mmap.PROT_WRITE, flags)
+
     def retire(self) -> None:
         """Nothing is mapped there any more, nor ever will be in this process. It costs address space alone."""
         _map(self.base, self._room, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED)
