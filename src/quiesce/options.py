@@ -79,6 +79,20 @@ class HttpOptions:
     request_timeout: Annotated[
         float, Parameter(group=HTTP, help="Seconds from a request's arrival to its last byte.")
     ] = 600.0
+    http_port: Annotated[
+        str | None,
+        Parameter(
+            group=HTTP,
+            help="Ports of single workers, for other PD routers that speak SGLang's dialect: "
+            "prefill-0=31001,decode-0=31002. A prefill worker's bootstrap port is its port here.",
+        ),
+    ] = None
+    http_hosts: Annotated[
+        str | None,
+        Parameter(
+            group=HTTP, help="Names by which those routers know this machine, besides --host and loopback: a,b."
+        ),
+    ] = None
     api_keys: Annotated[
         Path | None,
         Parameter(
@@ -450,6 +464,8 @@ def router_settings(
         request_timeout=http.request_timeout,
         tool_call_parser=http.tool_call_parser,
         api_keys=http.api_keys,
+        worker_ports=_worker_ports(http.http_port),
+        worker_hosts=tuple(filter(None, (http.http_hosts or "").split(","))),
         hold_timeout=silence.hold_timeout,
         policy=routing.policy,
         retries=routing.retries,
@@ -461,6 +477,16 @@ def router_settings(
         log_level=process.log_level,
         log_format=process.log_format,
     )
+
+
+def _worker_ports(text: str | None) -> tuple[tuple[str, int], ...]:
+    found = []
+    for part in filter(None, (text or "").split(",")):
+        name, _, port = part.strip().partition("=")
+        if not name or not port.isdecimal():
+            raise SettingsError(f"--http-port must be NAME=PORT,NAME=PORT, not {part!r}.")
+        found.append((name, int(port)))
+    return tuple(found)
 
 
 def _epoch(text: str | None) -> int:

@@ -246,7 +246,7 @@ def test_serve_gives_the_hold_timeout_to_router_and_workers_alike(model: Path, a
 
 def test_every_option_is_passed_on_whatever_its_value() -> None:
     for group in (
-        HttpOptions(api_keys=Path("keys.toml")),
+        HttpOptions(api_keys=Path("keys.toml"), http_port="decode-0=1", http_hosts="h"),
         SizeOptions(7),
         EngineOptions(),
         HandOffOptions(transfer_tls_cert=Path("c"), transfer_tls_key=Path("k"), transfer_tls_ca=Path("a")),

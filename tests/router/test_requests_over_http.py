@@ -52,10 +52,10 @@ async def test_r1_client_gone_during_tokenisation_starts_nothing(
 ) -> None:
     tokenizing, proceed, encode = asyncio.Event(), asyncio.Event(), TextModel.encode
 
-    async def slow(self: TextModel, prompt: Any, limit: int, where: str) -> tuple[int, ...]:
+    async def slow(self: TextModel, *given: Any) -> tuple[int, ...]:
         tokenizing.set()
         await proceed.wait()
-        return await encode(self, prompt, limit, where)
+        return await encode(self, *given)
 
     async with cluster(tmp_path, text) as c:
         monkeypatch.setattr(TextModel, "encode", slow)

@@ -31,13 +31,20 @@ class Step(msgspec.Struct, frozen=True):
     text: str
     entries: list[Entry]
     verdict: Verdict | None = None
+    token_ids: list[int] = []  # those that count
+    prompt_tokens: int = 0
 
 
 class Answer:
     """`take` each delivery; when `stopped`, its work may be ended and one more delivery brings the verdict."""
 
     def __init__(
-        self, text: TextStream, logprobs: bool = False, echo: Echo | None = None, only_echo: bool = False
+        self,
+        text: TextStream,
+        logprobs: bool = False,
+        echo: Echo | None = None,
+        only_echo: bool = False,
+        prompt_tokens: int = 0,
     ) -> None:
         """only_echo: the answer proper (one token, as no fewer can be asked for) is left out."""
         self._text = text
@@ -45,6 +52,7 @@ class Answer:
         self._echo = echo
         self._base = len(echo.text) if echo else 0
         self._only_echo = only_echo
+        self._prompt_tokens = prompt_tokens
         self.prompt: list[TokenLogprob | None] = []
         self.verdict: Verdict | None = None
 
@@ -75,7 +83,8 @@ class Answer:
         if self._echo is not None and (verdict is None or verdict.error is None):
             piece, entries = self._echo.text + piece, self._echoed() + entries
             self._echo = None
-        return Step(piece, entries, verdict)
+        ids = [] if self._only_echo else delivery.token_ids[: self._text.counted - before]
+        return Step(piece, entries, verdict, ids, self._prompt_tokens)
 
     def _entries(self, delivery: Delivery, before: int) -> list[Entry]:
         """For the tokens that count: none for those behind a stop string."""

@@ -11,6 +11,14 @@ from quiesce.api.errors import ApiError
 from quiesce.core.messages import Inspected, Sampling, TokenLogprob
 
 
+class Bootstrap(msgspec.Struct, frozen=True):
+    """How somebody else's router has paired a leg: the prefill worker's address, and the room."""
+
+    host: str
+    port: int | None
+    room: int
+
+
 class Ask(msgspec.Struct, frozen=True):
     """One answer to one prompt. `rid` is minted by us; `label` is the client's own id and pairs nothing.
 
@@ -26,6 +34,7 @@ class Ask(msgspec.Struct, frozen=True):
     priority: int = 0  # lower is served first
     tenant: str = ""  # whose budgets it uses: the name of its API key, never what a client says of itself
     exact: bool = True  # drawn greedily or from the client's own seed: another worker would go on the same way
+    bootstrap: Bootstrap | None = None  # on the ports of single workers
     salt: str = ""  # prompts with different ones share nothing: a tenant's name, and what its client added
 
 

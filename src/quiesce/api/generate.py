@@ -80,13 +80,13 @@ class Generate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         metrics = self.front.metrics
         self.front.inflight += 1
-        metrics.inflight.set(self.front.inflight)
+        metrics.inflight.inc()
         metrics.started.labels(self.route).inc()
         try:
             await Exchange(self, scope, receive, send).run()
         finally:
             self.front.inflight -= 1
-            metrics.inflight.set(self.front.inflight)
+            metrics.inflight.dec()
 
 
 class Exchange:
@@ -166,7 +166,7 @@ class Exchange:
     async def _admitted(self) -> None:
         front = self._front
         wanted = self._endpoint.parse(await self._body())
-        check_model(wanted.model, front.model)
+        check_model(wanted.model or front.model, front.model)
         if wanted.ignored:
             self._out.warn_ignored(wanted.ignored)
         if (refusal := front.backend.refusal()) is not None:
@@ -199,7 +199,8 @@ class Exchange:
     def _asks(self, wanted: Wanted, prompts: list[tuple[int, ...]]) -> list[Ask]:
         # The limit is asked for again: workers may have come or gone while the threads were at it.
         tenant = self._key.tenant
-        ids = {"rid": self._rid, "label": self._label, "tenant": tenant, "salt": salt_of(tenant, wanted.cache_salt)}
+        label = self._label or _label(wanted.label.encode(errors="replace"))
+        ids = {"rid": self._rid, "label": label, "tenant": tenant, "salt": salt_of(tenant, wanted.cache_salt)}
         defaults = self._front.text.sampling_defaults
         if wanted.timeout is not None:
             self._deadline = min(self._deadline, self._arrived + wanted.timeout)

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from quiesce.api import schemas, structure
+from quiesce.api.backend import Bootstrap
 from quiesce.api.errors import ApiError, invalid
 from quiesce.api.messages import Message, check_messages, refuse_unserved
 from quiesce.api.schemas import ChatBody, CompletionBody, StreamOptions
@@ -51,6 +52,8 @@ class Wanted(msgspec.Struct, frozen=True):
     grammar_field: str = ""  # the field that says so
     tools: Tools | None = None
     cache_salt: str = ""
+    bootstraps: tuple[Bootstrap, ...] = ()  # one for each answer, on the ports of single workers
+    label: str = ""  # the client's id, where it comes in the body
 
 
 _chat = msgspec.json.Decoder(ChatBody)

@@ -51,18 +51,23 @@ def asks(
     for i, ids in enumerate(prompts):
         if len(ids) >= limit:
             raise too_long(_where(wanted, i), len(ids), limit)
-        sampling = _sampling(wanted, len(ids), defaults, limit)
+        # Both legs of a pair draw from one seed, and their router sends none: it comes from the room.
+        unseeded = wanted.bootstraps[len(found)].room if wanted.bootstraps else random.getrandbits(63)
+        sampling = _sampling(wanted, len(ids), defaults, limit, unseeded)
         for sample in range(wanted.n):
             own = rid if single else f"{rid}-{len(found)}"
             group = f"{rid}/{i}" if wanted.n > 1 else ""
             drawn = sampling(sample)
             exact = wanted.seed is not None or drawn.temperature == 0
-            ask = Ask(own, label, ids, drawn, deadline, group, wanted.priority, tenant, exact, salt)
+            pair = wanted.bootstraps[len(found)] if wanted.bootstraps else None
+            ask = Ask(own, label, ids, drawn, deadline, group, wanted.priority, tenant, exact, pair, salt)
             found.append(ask)
     return found
 
 
-def _sampling(wanted: Wanted, prompt: int, defaults: dict[str, Any], limit: int) -> Callable[[int], Sampling]:
+def _sampling(
+    wanted: Wanted, prompt: int, defaults: dict[str, Any], limit: int, unseeded: int
+) -> Callable[[int], Sampling]:
     """Sample number -> how its tokens are drawn: all the same way, each from its own seed."""
     room = limit - prompt
     max_tokens = room if wanted.max_tokens is None else wanted.max_tokens
@@ -78,7 +83,7 @@ def _sampling(wanted: Wanted, prompt: int, defaults: dict[str, Any], limit: int)
     fields = defaults | wanted.given
     seed = wanted.seed
     if seed is None:
-        seed = 0 if fields["temperature"] == 0 else random.getrandbits(63)
+        seed = 0 if fields["temperature"] == 0 else unseeded
     shown = [top for top in (wanted.prompt_logprobs, wanted.logprobs if wanted.echo else None) if top is not None]
 
     def sample(number: int) -> Sampling:
@@ -118,8 +123,9 @@ def answers(wanted: Wanted, asked: list[Ask], text: TextModel) -> list[Answer]:
             logprobs,
             echo,
             only_echo=wanted.max_tokens == 0,
+            prompt_tokens=len(ask.token_ids),
         )
-        for echo in echoes
+        for echo, ask in zip(echoes, asked, strict=True)
     ]
 
 

@@ -81,10 +81,12 @@ class WholeReply:
         self._asks, self._answers, self._prompt_top = asks, answers, prompt_top
         self._texts: list[list[str]] = [[] for _ in answers]
         self._entries: list[list[Entry]] = [[] for _ in answers]
+        self._ids: list[list[int]] = [[] for _ in answers]
 
     def add(self, index: int, step: Step) -> None:
         self._texts[index].append(step.text)
         self._entries[index].extend(step.entries)
+        self._ids[index].extend(step.token_ids)
 
     async def push(self) -> None:
         pass
@@ -99,7 +101,15 @@ class WholeReply:
         top = self._prompt_top
         ids = self._asks[index].token_ids
         prompt = UNSET if top is None else prompt_logprobs(self._vocabulary, ids, answer.prompt, top)
-        return Choice("".join(self._texts[index]), self._entries[index], answer.verdict.finish_reason, prompt)
+        return Choice(
+            "".join(self._texts[index]),
+            self._entries[index],
+            answer.verdict.finish_reason,
+            prompt,
+            self._ids[index],
+            len(ids),
+            answer.verdict.cached_tokens,
+        )
 
 
 class StreamedReply:

@@ -49,9 +49,8 @@ def make_app(front: Front) -> Starlette:
         Route("/metrics", pages.metrics),
         Route("/debug/ledger", pages.ledger),
     ]
-    handlers: Any = {HTTPException: _http_error, ApiError: _api_error}
     guard = [Middleware(Guard, access=front.access)]
-    return Starlette(routes=routes, middleware=guard, exception_handlers=handlers)
+    return Starlette(routes=routes, middleware=guard, exception_handlers=ERRORS)
 
 
 class Pages:
@@ -141,4 +140,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return Response(error.body(), error.status, media_type=JSON)
+    retry = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+    return Response(error.body(), error.status, headers=retry, media_type=JSON)
+
+
+ERRORS: Any = {HTTPException: _http_error, ApiError: _api_error}

@@ -96,8 +96,11 @@ class Choice(msgspec.Struct, frozen=True):
 
     text: str
     entries: list[Entry]
-    finish_reason: Reason
+    finish_reason: Literal["stop", "length"]
     prompt_logprobs: PromptTokens | UnsetType = UNSET
+    token_ids: list[int] = []
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
 
 class Events(Protocol):
@@ -157,7 +160,8 @@ class ChatShape(Shape):
         )
 
     def _choice(self, index: int, choice: Choice) -> ChatChoice:
-        answer, reason = ChatAnswer(choice.text), choice.finish_reason
+        answer = ChatAnswer(choice.text)
+        reason: Reason = choice.finish_reason
         if self._wanted.tools is not None:
             answer = self._with_calls(choice.text)
             if answer.tool_calls and reason == "stop":

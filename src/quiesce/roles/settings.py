@@ -122,6 +122,8 @@ class RouterSettings:
     max_body: int = 8 << 20  # bytes of one HTTP request
     tool_call_parser: ToolCallParser = "auto"  # how the model writes tool calls
     api_keys: Path | None = None  # None: everybody may ask
+    worker_ports: tuple[tuple[str, int], ...] = ()  # (worker, HTTP port that stands for it)
+    worker_hosts: tuple[str, ...] = ()  # names by which other routers know this machine
     request_timeout: float = 600.0
     hold_timeout: float = 30.0  # a worker silent for so long loses its requests; the same as the workers'
     drain_timeout: float = 10.0
@@ -140,6 +142,11 @@ class RouterSettings:
         _within("--breaker-failures", self.breaker_failures, 0, 64)
         _within("--breaker-seconds", self.breaker_seconds, 0.05, 3600)
         _within("--port", self.port, 0, 65535)
+        ports = [port for _, port in self.worker_ports]
+        for name, port in self.worker_ports:
+            _within(f"--http-port {name}", port, 1, 65535)
+        if len({*ports, self.port}) < len(ports) + 1:
+            raise SettingsError("--http-port: every worker needs a port of its own, and not the router's.")
         _within("--max-inflight", self.max_inflight, 1, 1 << 20)
         _within("--max-body", self.max_body, 1024, 1 << 30)
         _within("--request-timeout", self.request_timeout, 0.1, 86_400)

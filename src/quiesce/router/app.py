@@ -13,18 +13,21 @@ from typing import TYPE_CHECKING
 import uvicorn
 import uvloop
 import zmq
+from starlette.applications import Starlette
 
 from quiesce.api.access import Access
 from quiesce.api.chat import TextModel
 from quiesce.api.generate import Front, FrontLimits
 from quiesce.api.metrics import FrontMetrics
 from quiesce.api.server import make_app
+from quiesce.api.worker_app import make_worker_app
 from quiesce.ops.logs import configure_logging
 from quiesce.router.attempts import Rules
 from quiesce.router.breaker import BreakerRules
 from quiesce.router.dispatch import Dispatcher
 from quiesce.router.links import Links
 from quiesce.router.registry import Patience, Registry
+from quiesce.router.worker_ports import Ports, WorkerPort
 
 if TYPE_CHECKING:
     from quiesce.roles.settings import RouterSettings
@@ -66,25 +69,28 @@ class Router:
         limits = FrontLimits(settings.max_inflight, settings.request_timeout, settings.max_body)
         access = Access(settings.api_keys)
         self.front = Front(self.dispatcher, text, settings.served_model_name, limits, FrontMetrics(), access)
-        config = uvicorn.Config(
-            make_app(self.front),
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=2,
-        )
-        self._server = _Server(config)
+        self._server = _server(make_app(self.front))
+        self._worker_servers = self._single_workers()
+
+    def _single_workers(self) -> list[tuple[_Server, socket.socket]]:
+        """A server for each port that stands for one worker."""
+        front, settings = self.front, self._settings
+        ports = Ports(dict(settings.worker_ports), frozenset({settings.host, *settings.worker_hosts}))
+        servers = []
+        for name, number in settings.worker_ports:
+            port = WorkerPort(self.dispatcher, name, ports)
+            own = Front(port, front.text, front.model, front.limits, front.metrics, front.access)
+            bound = socket.create_server((settings.host, number), family=self._socket.family, backlog=2048)
+            servers.append((_server(make_worker_app(own, port)), bound))
+        return servers
 
     async def serve(self) -> None:
         """Returns after `stop`."""
         shown = f"[{self.host}]" if ":" in self.host else self.host
         log.info("listening on http://%s:%d, workers register at %s", shown, self.port, self.links.endpoint)
         try:
-            await self._server.serve(sockets=[self._socket])
+            others = [server.serve(sockets=[bound]) for server, bound in self._worker_servers]
+            await asyncio.gather(self._server.serve(sockets=[self._socket]), *others)
         finally:
             self.dispatcher.close()
 
@@ -100,7 +106,23 @@ class Router:
         try:
             await self.dispatcher.drain(self._settings.drain_timeout)
         finally:
-            self._server.should_exit = True
+            for server in (self._server, *(server for server, _ in self._worker_servers)):
+                server.should_exit = True
+
+
+def _server(app: Starlette) -> _Server:
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=2,
+    )
+    return _Server(config)
 
 
 def _rules(settings: RouterSettings, text: TextModel) -> Rules:

@@ -17,6 +17,8 @@ Feed = Callable[["Call", rq.Event], None]
 class Call:
     """One answer: its tokens, and the attempt at it that runs now with its machine, its workers and its names."""
 
+    lone = False  # one leg, paired by somebody else
+
     def __init__(self, work: Work, index: int, ask: Ask, workers: dict[rq.Side, Worker]) -> None:
         self.work = work
         self.index = index
@@ -32,6 +34,10 @@ class Call:
         self._prompt: list[TokenLogprob | None] = []
         self._verdict: Verdict | None = None
         self.attempt(workers)
+
+    def prefill_of(self, side: rq.Side) -> Worker | None:
+        """Whom a leg of this side gets its prompt's pages from."""
+        return self.workers.get("prefill") if side == "decode" else None
 
     def attempt(self, workers: dict[rq.Side, Worker]) -> None:
         """Starts anew with a pairing id and a request id that no worker has seen."""

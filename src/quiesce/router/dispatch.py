@@ -79,6 +79,16 @@ class Dispatcher(Looking):
                 has_prompt.setdefault(ask.group, workers["prefill"])
             work.calls.append(Call(work, index, ask, workers))
             self._enrol(work.calls[-1])
+        self._run(work)
+        return work
+
+    def begin(self, work: Work) -> None:
+        """Runs calls that were made elsewhere, each with its worker."""
+        for call in work.calls:
+            self._enrol(call)
+        self._run(work)
+
+    def _run(self, work: Work) -> None:
         for call in work.calls:
             self._counts["answers_started"] += 1
             self._budget.request()
@@ -88,7 +98,6 @@ class Dispatcher(Looking):
         for call in work.calls:
             if not call.over:  # not ended by the failure of one before it
                 self.feed(call, rq.Begin())
-        return work
 
     def _choose(self, ask: Ask, beside: Worker | None = None, avoid: Set[int] = frozenset()) -> _Workers | None:
         self._turn += 1
@@ -183,7 +192,7 @@ class Dispatcher(Looking):
             worker.breaker.failed(call.rid, hash(call.ask.token_ids), self._loop.time())
 
     def _send_start(self, call: Call, side: rq.Side) -> bool:
-        prefill = call.workers.get("prefill") if side == "decode" else None
+        prefill = call.prefill_of(side)
         message = leg(
             call.ask,
             rid=call.rid,
@@ -212,7 +221,8 @@ class Dispatcher(Looking):
 
     def _may_try_again(self, call: Call) -> bool:
         return (
-            call.attempts <= self.rules.retries
+            not call.lone
+            and call.attempts <= self.rules.retries
             and not self.draining
             and may_continue(call.ask, call.emitted, self.rules.failover)
             and not (call.emitted and call.machine.prompt_missing)

@@ -59,14 +59,20 @@ class Looking:
         work = Standing(len(self._calls), began, self._moved)
         return report(self.registry, self._loop.time(), self.draining, work)
 
-    async def probe(self, timeout: float) -> dict[str, float | str]:
-        return await self._probes.all(list(self.registry.workers.values()), timeout)
+    async def probe(self, timeout: float, only: str | None = None) -> dict[str, float | str]:
+        """`only`: one worker by its name, here and in `inspect`."""
+        return await self._probes.all(self._asked(only), timeout)
+
+    def _asked(self, only: str | None) -> list[Worker]:
+        return [worker for worker in self.registry.workers.values() if only in (None, worker.name)]
 
     def ready(self, role: str) -> bool:
         return any(worker.role == role for worker in self._usable()) and not self.draining
 
-    async def inspect(self, timeout: float, page: int | None = None) -> dict[str, Inspected | str]:
-        return await self._inspections.ask(list(self.registry.workers.values()), timeout, page)
+    async def inspect(
+        self, timeout: float, page: int | None = None, only: str | None = None
+    ) -> dict[str, Inspected | str]:
+        return await self._inspections.ask(self._asked(only), timeout, page)
 
     def counters(self) -> dict[str, int]:
         links = self._links.counters() if self._links else {}
