@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,6 +82,17 @@ def test_a_different_layout_is_refused_by_the_name_of_the_field():
     decode, prefill = side(1), side(2, Fingerprint("m", "w", "float32", "page-major/row", 16, 4096, 2, 2, 64))
     answer = prefill.on_hello(decode.hello(b""))
     assert isinstance(answer, Unwelcome) and "dtype" in answer.reason and prefill.peer is None
+
+
+def test_the_other_direction_is_refused_by_the_name_of_the_field():
+    push, pull = side(1), side(2, Fingerprint("m", "w", "bfloat16", "page-major/row", 16, 4096, 2, 2, 64, 1, "pull"))
+    answer = pull.on_hello(push.hello(b""))
+    assert isinstance(answer, Unwelcome) and "direction: 'pull' != 'push'" in answer.reason and pull.peer is None
+
+
+def test_a_fingerprint_without_a_direction_is_of_a_version_that_only_pushes():
+    plain = {field: getattr(PRINT, field) for field in PRINT.__struct_fields__ if field != "direction"}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=Fingerprint) == PRINT
 
 
 def test_a_version_that_does_not_overlap_is_refused():

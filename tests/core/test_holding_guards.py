@@ -229,6 +229,8 @@ def test_h10_a_ledger_with_holds_is_not_idle():
     tid = rig.holding()
     assert len(rig.ledger.not_idle()) == 1 and str(tid) in rig.ledger.not_idle()[0]
     rig.fire(Timer.HOLD, tid)
+    assert "held" in rig.ledger.not_idle()[0], "a fence may still be had"
+    rig.lender.on(NotRevoked(P, GENERATION))
     assert "retained" in rig.ledger.not_idle()[0]
     rig.hear(Drained(rig.leg(tid)))
     assert rig.ledger.not_idle() == []

@@ -60,6 +60,24 @@ def test_a_worker_that_is_killed_is_started_again_as_another_and_the_router_is_t
     assert cluster.ready_calls == 1
 
 
+def test_a_worker_that_retains_too_much_is_started_again_later_each_time(tmp_path: Path) -> None:
+    cluster = FakeCluster(
+        tmp_path,
+        {"router": OBEDIENT, "decode-0": "echo hello from decode-0; sleep 0.3; exit 75"},
+        {"router", "decode-0"},
+    )
+
+    async def story() -> None:
+        await cluster.until(lambda: [name for name, _ in cluster.starts].count("decode-0") == 3)
+        cluster.supervisor.stop()
+
+    assert cluster.play(story) == 0
+    said = "decode-0 restarts because too many of its pages were retained without proof"
+    assert f"{said}; starting it again in 0.2 s." in cluster.output
+    assert f"{said} (2 in a row); starting it again in 0.4 s." in cluster.output
+    assert len({epoch for name, epoch in cluster.starts if name == "decode-0"}) == 3
+
+
 def test_a_router_that_dies_is_started_again_and_not_announced(tmp_path: Path) -> None:
     cluster = obedient(tmp_path)
 

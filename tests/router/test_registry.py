@@ -151,6 +151,25 @@ def test_different_fingerprints_are_not_paired_and_the_field_is_named() -> None:
     assert detail["missing"] == ["prefill-0 and decode-0 are not paired: page_size: 16 != 32"]
 
 
+def test_push_and_pull_are_not_paired() -> None:
+    registry = Registry()
+    up(registry, "prefill-0")
+    up(registry, "decode-0", fingerprint=msgspec.structs.replace(FINGERPRINT, direction="pull"))
+    _, detail = report(registry, 0.0, False, 0)
+    assert detail["missing"] == ["prefill-0 and decode-0 are not paired: direction: 'push' != 'pull'"]
+
+
+def test_health_says_what_makes_a_worker_less_safe() -> None:
+    registry = Registry()
+    up(registry, "prefill-0")
+    up(registry, "decode-0", cautions=("tcp cannot prove that what was posted has ended",))
+    _, detail = report(registry, 0.0, False, 0)
+    assert [worker["cautions"] for worker in detail["workers"]] == [
+        ["tcp cannot prove that what was posted has ended"],
+        [],
+    ]
+
+
 def test_d3_the_limit_of_the_pairs_is_the_least_of_context_and_pools() -> None:
     registry = Registry()
     assert pairing.context_limit([]) is None

@@ -24,7 +24,7 @@ PATIENCE = 20.0
 class Side:
     """One transport with what it has reported so far."""
 
-    def __init__(self, run_dir: Path, epoch: int, **settings: int) -> None:
+    def __init__(self, run_dir: Path, epoch: int, **settings: Any) -> None:
         self.epoch = epoch
         self.transport = ShmTransport(run_dir, epoch, **settings)
         self.arena = shared_arena(PAGES, PAGE_BYTES)
@@ -53,7 +53,7 @@ class Pair:
         self.poster = self.side(0xB, **settings)
         self.poster.arena.pages[:] = np.arange(1, PAGES + 1, dtype=np.uint8)[:, None]
 
-    def side(self, epoch: int, **settings: int) -> Side:
+    def side(self, epoch: int, **settings: Any) -> Side:
         self.sides.append(Side(self.run_dir, epoch, **settings))
         return self.sides[-1]
 

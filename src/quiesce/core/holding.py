@@ -219,8 +219,7 @@ class Holdings:
             for peer in unproven:
                 peer.busy, peer.deferrals = False, peer.deferrals + 1
             return [Arm(Timer.HOLD, transfer.tid, event.attempt + 1)]
-        self.ledger.retain(transfer.tid)
-        return self._revoke_all(unproven)
+        return self._revoke_all(unproven)  # retained only if that cannot be had
 
     def _refence(self, transfer: Transfer, event: Fired) -> list[Action]:
         return self._revoke_all([p for p in transfer.published.values() if not p.proven])

@@ -81,6 +81,7 @@ class LabWorker:
     process: subprocess.Popen[bytes]
     killed: bool = False
     heard: float = 0.0  # when its last heartbeat was read
+    cautions: tuple[str, ...] = ()  # of that heartbeat
     address: Address | None = None
     link: Link | None = None
     inspected: Inspected | None = None
@@ -252,7 +253,7 @@ class Cluster:
         worker = self.workers.get(register.address.name)
         if worker is None:
             return
-        worker.heard = time.monotonic()
+        worker.heard, worker.cautions = time.monotonic(), register.cautions
         if worker.address == register.address:
             return
         if worker.address is not None and worker.link is not None:

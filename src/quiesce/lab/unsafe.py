@@ -15,11 +15,13 @@ from quiesce.core.admission import pages_for
 from quiesce.core.borrower import Chunk, ChunkReady, Complete, Outcome, PostEnded
 from quiesce.core.ledger import Ledger
 from quiesce.core.lender import Publish
-from quiesce.core.machine import Heard, Post
+from quiesce.core.machine import CheckGrant, Heard, Post
 from quiesce.core.messages import Drained, FirstToken, Limits, TransferId
 from quiesce.core.proofs import Borrowing
+from quiesce.core.pulling import Checked
 from quiesce.roles.decode import DecodeWorker
 from quiesce.roles.prefill import PrefillWorker
+from quiesce.roles.pull_reading import PullDecodeWorker
 from quiesce.roles.worker import Worker
 
 
@@ -112,3 +114,12 @@ def stub_what_does_not_fit(worker: PrefillWorker, first_token: int) -> None:
 
     worker.schedule = schedule_or_stub  # type: ignore[method-assign]
     worker.posts.make = make_or_not  # type: ignore[method-assign]
+
+
+def commit_unchecked(worker: PullDecodeWorker) -> None:
+    """What was read counts as lent when it landed: its source is not asked (against guard L10)."""
+
+    def ask(check: CheckGrant) -> None:
+        worker.tell(Checked(check.leg, check.leg.p_epoch, check.grant.generation))
+
+    worker.checks.ask = ask  # type: ignore[method-assign]

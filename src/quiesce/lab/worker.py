@@ -14,6 +14,7 @@ from quiesce.lab.lossy import Lossy, Mischief
 from quiesce.lab.race.journal import GatedTransport, Journal, follow
 from quiesce.lab.unsafe import (
     acks_by_room,
+    commit_unchecked,
     errors_count_as_drained,
     free_at_once,
     no_limit_but_the_context,
@@ -24,10 +25,11 @@ from quiesce.roles import assembly
 from quiesce.roles.colocated import ColocatedWorker
 from quiesce.roles.decode import DecodeWorker
 from quiesce.roles.prefill import PrefillWorker
+from quiesce.roles.pull_reading import PullDecodeWorker
 from quiesce.roles.settings import WorkerSettings
 from quiesce.transfer.interface import Transport
 
-Twin = Literal["", "errors drain", "acks by room", "no limit", "stub"]
+Twin = Literal["", "errors drain", "acks by room", "no limit", "stub", "unchecked reads"]
 
 
 class Faults(msgspec.Struct, frozen=True):
@@ -44,7 +46,7 @@ class Faults(msgspec.Struct, frozen=True):
     stuck_write: int = 0  # this post, counted from 1, stays in progress for ever; 0: none
     proves: bool = True  # False: a transport without fence, drain and proof of death
     mischief: tuple[Mischief, ...] = ()  # what this worker's messages meet
-    gate: str = ""  # prefill: while this file exists its writes are held back
+    gate: str = ""  # while this file exists its posts are held back
     journal: str = ""  # a file that tells what happened to each page
     twin: Twin = ""  # the guard that is taken out, see lab/unsafe.py
     first_token: int = 0  # of an answer to a prompt that nobody computed
@@ -77,7 +79,8 @@ def transport_for(settings: WorkerSettings, faults: Faults) -> Transport:
         decide = stuck(decide, faults.stuck_write)
     if faults.gate or faults.journal:
         journal = Journal(Path(faults.journal)) if faults.journal else None
-        return GatedTransport(transport, decide, Path(faults.gate) if faults.gate else None, journal)
+        gate = Path(faults.gate) if faults.gate else None
+        return GatedTransport(transport, decide, gate, journal, proves=faults.proves)
     return FaultyTransport(transport, decide, proves=faults.proves)
 
 
@@ -122,6 +125,8 @@ def without_guard(worker: PrefillWorker | DecodeWorker, faults: Faults) -> None:
             errors_count_as_drained(worker)
         case "stub", PrefillWorker():
             stub_what_does_not_fit(worker, faults.first_token)
+        case "unchecked reads", PullDecodeWorker():
+            commit_unchecked(worker)
         case "acks by room", DecodeWorker():
             acks_by_room(worker)
         case "no limit", DecodeWorker():

@@ -135,6 +135,9 @@ class Holds:
         lease: Lease | None = None,
         closed_by: Proof | Waiver | None = None,
     ) -> None:
+        if isinstance(closed_by, Waiver):
+            said = "a lease of %d pages was closed without proof, so they may be touched by a peer: %s"
+            log.warning(said, len(tuple(pages)), closed_by.reason, extra={"transfer": str(tid)})
         if event == "ended":
             writers = [key for key in self._ledger.leases(tid) if key.kind in REMOTE_WRITERS]
             if writers:

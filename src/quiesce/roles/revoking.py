@@ -27,7 +27,9 @@ class Revoking:
         self._asked: dict[Key, tuple[Revoke, float]] = {}
 
     def ask(self, revoke: Revoke) -> None:
-        self._asked[revoke.epoch, revoke.pages] = (revoke, time.monotonic() + FENCE_PATIENCE)
+        hopeless = self._transport.caps.fence == "none" and not revoke.dead
+        patience = 0.0 if hopeless else FENCE_PATIENCE
+        self._asked[revoke.epoch, revoke.pages] = (revoke, time.monotonic() + patience)
         self.turn()
 
     def turn(self) -> None:
@@ -36,7 +38,7 @@ class Revoking:
             if proof is not None:
                 self._asked.pop(key, None)
                 self._tell(Revoked(spoken(proof)))
-            elif time.monotonic() > until:
+            elif time.monotonic() >= until:
                 self._asked.pop(key, None)
                 self._tell(NotRevoked(asked.epoch, asked.generation, asked.pages))
             else:

@@ -106,6 +106,7 @@ class Worker(ABC):
         self.draining = False
         self._said_draining = False
         self.drain_until = float("inf")
+        self.exit_code = 0
         self.faults = 0
         for readable in (self.listener.socket, self.registration.link.socket, self.registration.link.monitor):
             self.poller.register(readable, zmq.POLLIN)
@@ -170,7 +171,7 @@ class Worker(ABC):
                 self.turn(LONGEST_WAIT)
         finally:
             self.close()
-        return EXIT_RETAINED if too_much_retained(self.ledger, self.settings.max_retained) else 0
+        return self.exit_code
 
     def turn(self, longest: float) -> None:
         if self.draining and not self._said_draining:
@@ -361,7 +362,9 @@ class Worker(ABC):
 
     def _finished(self) -> bool:
         if not self.draining and too_much_retained(self.ledger, self.settings.max_retained):
-            log.error("more than %.0f %% of the pool is retained: draining", 100 * self.settings.max_retained)
+            share = 100 * self.settings.max_retained
+            log.error("more than %.0f %% of the pool is retained without proof: draining, for a restart", share)
+            self.exit_code = EXIT_RETAINED
             self._asked_to_stop(0, None)
         busy = self.legs or self.legs.outbox
         if not self.draining or (busy and time.monotonic() < self.drain_until):

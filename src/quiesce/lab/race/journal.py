@@ -87,13 +87,15 @@ def follow(ledger: Ledger, journal: Journal) -> None:
 
 
 class GatedTransport(FaultyTransport):
-    """Holds every write back while the file `gate` exists; writes down when each was posted, let go and landed."""
+    """Holds every post back while the file `gate` exists; writes down when each write was posted, let go, landed."""
 
-    def __init__(self, inner: Transport, decide: Decide, gate: Path | None, journal: Journal | None) -> None:
+    def __init__(
+        self, inner: Transport, decide: Decide, gate: Path | None, journal: Journal | None, *, proves: bool = True
+    ) -> None:
         self._gate = gate
         self._journal = journal
         self._lines: dict[int, tuple[int, ...]] = {}
-        super().__init__(inner, lambda pages: dataclasses.replace(decide(pages), hold=self._shut()))
+        super().__init__(inner, lambda pages: dataclasses.replace(decide(pages), hold=self._shut()), proves=proves)
 
     def _shut(self) -> bool:
         return self._gate is not None and self._gate.exists()
