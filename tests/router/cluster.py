@@ -74,6 +74,7 @@ class FakeWorker:
     reply: Callable[[Start], Sequence[int]] = lambda start: (40,) * start.sampling.max_tokens
     hold: bool = False
     deaf: bool = False  # does not answer cancels
+    on_start: Callable[[FakeWorker, Start], None] | None = None  # what happens as soon as it has a leg
     moving: bool = True  # its engine makes steps
     passes: bool | None = True  # test requests; None: it does not answer them
     fingerprint: Fingerprint = FINGERPRINT
@@ -86,6 +87,7 @@ class FakeWorker:
     cancels: list[Cancel] = field(default_factory=list)
     active: dict[str, bytes] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+    routers: list[bytes] = field(default_factory=list)  # of every leg that came
     router_epochs: set[int] = field(default_factory=set)
     progress: int = 0
     silent: bool = False
@@ -95,6 +97,7 @@ class FakeWorker:
         self.context: zmq.Context[Any] = zmq.Context()
         self.authenticator = start_authenticator(self.context, KeyRing(self.keys_folder / "ring"))
         self.control = AsyncListener(self.context, "tcp://127.0.0.1:*", self.keys)
+        self.endpoint = self.control.endpoint
         self.registration = AsyncLink(self.context, registry, router_key, self.keys)
         loop = asyncio.get_running_loop()
         self.tasks = [loop.create_task(work()) for work in (self._beat, self._hear, self._welcomed)]
@@ -111,8 +114,25 @@ class FakeWorker:
             self.authenticator.stop()
             self.context.destroy(linger=0)
 
+    def unplug(self) -> None:
+        """Its control socket is gone and takes no connection, while its heartbeats go on."""
+        self.control.close()
+
+    def plug_in(self) -> None:
+        """At the same address; it has forgotten its legs."""
+        self.active.clear()
+        end = time.monotonic() + 5.0
+        while True:
+            try:
+                self.control = AsyncListener(self.context, self.endpoint, self.keys)
+                break
+            except zmq.ZMQError:  # ZeroMQ closes in a thread of its own
+                assert time.monotonic() < end
+                time.sleep(0.001)
+        self.tasks.append(asyncio.get_running_loop().create_task(self._hear()))
+
     def address(self) -> Address:
-        return Address(self.name, self.epoch, self.control.endpoint, self.keys.public)
+        return Address(self.name, self.epoch, self.endpoint, self.keys.public)
 
     def register(self) -> Register:
         self.progress += self.moving
@@ -142,8 +162,11 @@ class FakeWorker:
                     case Start() as start:
                         self.starts[start.rid] = start
                         self.active[start.rid] = received.sender
+                        self.routers.append(received.sender)
                         self.counts[start.rid] = 0
-                        if not self.hold:
+                        if self.on_start is not None:
+                            self.on_start(self, start)
+                        elif not self.hold:
                             self.answer(start)
                     case Cancel() as cancel:
                         self.cancels.append(cancel)
