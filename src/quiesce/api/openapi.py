@@ -7,15 +7,17 @@ from typing import Any
 
 import msgspec
 
-from quiesce.api import schemas
+from quiesce.api import responses, schemas
 from quiesce.api.pages import ErrorBody, Model, Models, Readiness
+from quiesce.api.response_shape import ResponseAnswer
+from quiesce.api.responses import ResponsesBody
 from quiesce.api.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from quiesce.api.shapes import ChatCompletion, Completion
 from quiesce.api.texts import Detokenized, Tokenized
 
 Schema = dict[str, Any]
-REQUESTS = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
-ANSWERS = (ChatCompletion, Completion, Tokenized, Detokenized, Model, Models, Readiness, ErrorBody)
+REQUESTS = (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody)
+ANSWERS = (ChatCompletion, Completion, ResponseAnswer, Tokenized, Detokenized, Model, Models, Readiness, ErrorBody)
 STATUSES = {
     400: "The body is not valid, or asks for what this server or its limits do not allow; `param` names the field.",
     401: "API keys are needed here, and this is none of them.",
@@ -35,7 +37,7 @@ def document(model: str, vocabulary: int) -> Schema:
     """OpenAPI 3.1 for a server of this model; token ids are below `vocabulary`."""
     _, components = msgspec.json.schema_components((*REQUESTS, *ANSWERS), ref_template="#/components/schemas/{name}")
     for name in ("Common", *(body.__name__ for body in REQUESTS)):
-        if name in components:
+        if name in components and name != ResponsesBody.__name__:
             fields = components[name]["properties"]
             _limit(fields, model, vocabulary)
             for field, rule in RULES.items():
@@ -43,6 +45,7 @@ def document(model: str, vocabulary: int) -> Schema:
                     fields[field]["description"] = rule
     _narrow_messages(components)
     _either(components["TokenizeBody"])
+    _narrow_responses(components[ResponsesBody.__name__]["properties"], model)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Quiesce", "version": importlib.metadata.version("quiesce"), "description": ABOUT},
@@ -165,6 +168,18 @@ def _narrow_messages(components: dict[str, Schema]) -> None:
     components["ChatBody"]["properties"]["messages"]["minItems"] = 1
 
 
+def _narrow_responses(fields: dict[str, Schema], model: str) -> None:
+    for name, values in responses.NOTHING.items():
+        fields[name] = {"enum": [None, *values], "description": responses.WHY.get(name, "Not served yet.")}
+    for name in responses.HINTS:
+        fields[name] = {"description": "Accepted without effect, and named in a Warning header."}
+    fields["model"] = {"enum": [model]}
+    null = {"type": "null"}
+    fields["max_output_tokens"] = {"anyOf": [{"type": "integer", "minimum": 1}, null]}
+    for name in ("temperature", "top_p", "top_logprobs"):
+        fields[name] = _number(fields[name], name, schemas.RANGES[name])
+
+
 def _either(body: Schema) -> None:
     """Splits /tokenize's body into its two kinds."""
     fields = body["properties"]
@@ -190,6 +205,7 @@ def _paths() -> Schema:
     }
     chat = _post("ChatBody", "ChatCompletion", "Answers the last message of a chat.", more=stream)
     completion = _post("CompletionBody", "Completion", "Continues each prompt.", more=stream)
+    response = _post("ResponsesBody", "ResponseAnswer", "Answers a chat in OpenAI's newer shape.", more=stream)
     few = (400, 401, 404, 408, 413)
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     health = {"schema": {"type": "object", "description": "Roles, workers, and what is missing, for people."}}
@@ -198,6 +214,7 @@ def _paths() -> Schema:
     return {
         "/v1/chat/completions": {"post": chat},
         "/v1/completions": {"post": completion},
+        "/v1/responses": {"post": response},
         "/v1/models": {"get": _get("The one model that is served.", _json("Models"))},
         "/v1/models/{name}": {
             "get": _get("The model of this name.", _json("Model"), _errors(404)) | {"parameters": [name]}

@@ -20,6 +20,8 @@ from quiesce.api.guard import Guard
 from quiesce.api.openapi import document
 from quiesce.api.pages import Model, Models, Readiness
 from quiesce.api.parse import parse_chat, parse_completion
+from quiesce.api.response_shape import ResponseEvents, ResponseShape
+from quiesce.api.responses import parse_response
 from quiesce.api.shapes import ChatShape, CompletionShape
 from quiesce.api.stream import text_events
 from quiesce.api.texts import Texts
@@ -36,8 +38,10 @@ def make_app(front: Front) -> Starlette:
     pages, texts = Pages(front), Texts(front)
     chat = Generate(front, "/v1/chat/completions", parse_chat, ChatShape, text_events)
     completion = Generate(front, "/v1/completions", parse_completion, CompletionShape, text_events)
+    response = Generate(front, "/v1/responses", parse_response, ResponseShape, ResponseEvents)
     routes = [
         Route(chat.route, chat, methods=["POST"]),
+        Route(response.route, response, methods=["POST"]),
         Route(completion.route, completion, methods=["POST"]),
         Route("/v1/models", pages.models),
         Route("/v1/models/{name:path}", pages.model),
