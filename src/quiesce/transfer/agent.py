@@ -73,6 +73,9 @@ class Engine(Protocol):
     def check(self) -> None:
         """Loads the library. Raises MissingEngine, or ValueError for settings that cannot work."""
 
+    def timeouts(self) -> list[str]:
+        """Timeouts of the engine's own that could fire before ours, for people: what one tells is never a proof."""
+
     def lend(self, window: Window) -> Lending: ...
 
     def join(self, window: Window, agent: bytes) -> Posting:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from quiesce.core.messages import Grant
 from quiesce.core.posting import Outcome
@@ -17,11 +19,30 @@ from quiesce.transfer.agent import Engine
 from quiesce.transfer.agent_lender import AgentLender
 from quiesce.transfer.agent_poster import AgentPoster
 from quiesce.transfer.couriers import Told
-from quiesce.transfer.interface import Access, Arena, FenceProof, Peer, PeerLost, Post, Region, Transport
+from quiesce.transfer.interface import (
+    Access,
+    Arena,
+    Capabilities,
+    FenceProof,
+    Peer,
+    PeerLost,
+    Post,
+    Region,
+    Transport,
+)
+from quiesce.transfer.trial import trial
 from quiesce.transfer.watch import Watch
 from quiesce.transfer.window import check_arena
 
+Use = Literal["push", "pull", "both"]  # "both" is for tests of engines
 LEAVE_SECONDS = 3.0  # that agents may take to end when the process leaves
+
+
+def used_for(engine: Engine, direction: Use) -> Capabilities:
+    """Ending an agent fences a peer that writes; one that reads only where the engine survives that."""
+    if direction == "pull" and not engine.limits.ending_read:
+        return replace(engine.caps, fence="none", fence_cost="none")
+    return replace(engine.caps, pull=engine.caps.pull and direction != "push")
 
 
 class AgentTransport(Transport):
@@ -35,6 +56,7 @@ class AgentTransport(Transport):
         epoch: int,
         *,
         host: str | None = None,
+        direction: Use = "both",
         max_transfer_pages: int = 1024,
         max_open_posts: int = 4096,
         max_peers: int = 64,
@@ -42,8 +64,9 @@ class AgentTransport(Transport):
         if max_transfer_pages < 1:
             raise ValueError(f"max_transfer_pages is {max_transfer_pages}, must be at least 1")
         engine.check()
-        self.caps = engine.caps
-        self._engine = engine
+        self.caps = used_for(engine, direction)
+        self._direction: Use = direction
+        self._engine, self._run_dir, self._host = engine, run_dir, host
         self._watch = Watch()
         self._told = Told()
         self._watch.add(self._told.flag, self._told.turn)
@@ -54,6 +77,13 @@ class AgentTransport(Transport):
 
     def fileno(self) -> int:
         return self._watch.fileno()
+
+    def self_test(self) -> list[str]:
+        use: Use = "pull" if self._direction == "pull" else "push"
+        wrong = trial(
+            lambda epoch: AgentTransport(self._engine, self._run_dir, epoch, host=self._host, direction=use)
+        )
+        return [*self._engine.timeouts(), *wrong]
 
     def register(self, arena: Arena) -> Region:
         if self._arena is not None:
@@ -75,7 +105,7 @@ class AgentTransport(Transport):
     ) -> int | None:
         if access == "read":
             self._lender.is_read(peer_epoch)
-        return super().lend(peer_epoch, pages, access=access, generation=generation)
+        return self.generation(peer_epoch)  # grants are checked against attachments, whoever numbers them
 
     def fence(
         self, peer_epoch: int, generation: int | None = None, pages: frozenset[int] | None = None

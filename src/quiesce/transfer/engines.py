@@ -46,7 +46,12 @@ def nixl(setup: Setup) -> Transport:
     lane = setup.lane or ("rc" if rdma_devices() else "tcp")
     engine = NixlEngine(lane, devices="lo" if setup.host is None and lane != "rc" else "")  # type: ignore[arg-type]
     return AgentTransport(
-        engine, setup.run_dir, setup.epoch, host=setup.host, max_transfer_pages=setup.max_transfer_pages
+        engine,
+        setup.run_dir,
+        setup.epoch,
+        host=setup.host,
+        direction=setup.direction,
+        max_transfer_pages=setup.max_transfer_pages,
     )
 
 
@@ -59,7 +64,12 @@ def mooncake(setup: Setup) -> Transport:
     lane = setup.lane or ("rdma" if rdma_devices() else "tcp")
     engine = MooncakeEngine(lane, host=setup.address)  # type: ignore[arg-type]
     return AgentTransport(
-        engine, setup.run_dir, setup.epoch, host=setup.host, max_transfer_pages=setup.max_transfer_pages
+        engine,
+        setup.run_dir,
+        setup.epoch,
+        host=setup.host,
+        direction=setup.direction,
+        max_transfer_pages=setup.max_transfer_pages,
     )
 
 
@@ -75,6 +85,7 @@ def mori(setup: Setup) -> Transport:
         setup.run_dir,
         setup.epoch,
         host=setup.host,
+        direction=setup.direction,
         max_transfer_pages=setup.max_transfer_pages,
     )
 

@@ -94,6 +94,11 @@ class MooncakeEngine:
         self._pin()
         _library()
 
+    def timeouts(self) -> list[str]:
+        """What an engine of this process would read now."""
+        low = [name for name, value in _PINNED.items() if os.environ.get(name) != value]
+        return [f"{name} is {os.environ.get(name)} and must be {_PINNED[name]}" for name in low]
+
     def _pin(self) -> None:
         """Read by the engine each time that it makes one, so it must be right each time."""
         os.environ.update(_PINNED)

@@ -83,6 +83,10 @@ class NixlEngine:
         self._pin()
         _library()
 
+    def timeouts(self) -> list[str]:
+        """NIXL has none; UCX's own, for peers that are gone, raise and end nothing that we take for ended."""
+        return []
+
     def _pin(self) -> None:
         """UCX reads its settings from the environment, anew for each agent."""
         os.environ["UCX_TLS"] = _TLS[self.lane]
