@@ -48,21 +48,21 @@ def check_arena(arena: Arena, engine: str) -> None:
 
 
 class Window:
-    """`base`: address of page 0. `scratch`: address of SCRATCH bytes that are nobody's pages."""
+    """`base`: address of page 0. `scratch`: of SCRATCH bytes that are nobody's pages. `room`: bytes of it all."""
 
     def __init__(self, arena: Arena) -> None:
         """Raises OSError when the address space or the memory does not suffice."""
         assert arena.fd is not None
         self.pages, self.page_bytes = arena.count, arena.page_bytes
         self.size = self.pages * self.page_bytes
-        self._room = -(-self.size // mmap.PAGESIZE) * mmap.PAGESIZE + SCRATCH
+        self.room = -(-self.size // mmap.PAGESIZE) * mmap.PAGESIZE + SCRATCH
         nothing = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
-        self.base = _map(None, self._room, _PROT_NONE, nothing)
-        self.scratch = self.base + self._room - SCRATCH
+        self.base = _map(None, self.room, _PROT_NONE, nothing)
+        self.scratch = self.base + self.room - SCRATCH
         readable = mmap.PROT_READ | mmap.PROT_WRITE
         _map(self.base, self.size, readable, _MAP_SHARED | _MAP_FIXED, arena.fd)
         _map(self.scratch, SCRATCH, readable, _MAP_SHARED | _MAP_ANONYMOUS | _MAP_FIXED)
-        _libc.madvise(self.base, self._room, _MADV_DONTFORK)
+        _libc.madvise(self.base, self.room, _MADV_DONTFORK)
         self._own = np.ctypeslib.as_array((ctypes.c_ubyte * SCRATCH).from_address(self.scratch))
 
     def own(self) -> np.ndarray:
@@ -81,4 +81,4 @@ class Window:
 
     def retire(self) -> None:
         """Nothing is mapped there any more, nor ever will be in this process. It costs address space alone."""
-        _map(self.base, self._room, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED)
+        _map(self.base, self.room, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED)
