@@ -287,6 +287,30 @@ def plan(
     return run(workload, cluster, holds, output)
 
 
+@app.command(sort_key=7)
+def conformance(
+    engine: Annotated[str, Parameter(help="A transfer engine, e.g. tcp or nixl/cma; or a factory, module:function.")],
+    /,
+    *,
+    check: Annotated[tuple[str, ...], Parameter(negative="", help="Only this check; can be given again.")] = (),
+    json: Annotated[bool, Parameter(negative="", help="The results as JSON on stdout; words go to stderr.")] = False,
+) -> int:
+    """Put a transfer engine to the test: what it places, refuses and proves, with processes that stop and die.
+
+    It runs on this machine between processes of its own, and takes about a minute. An engine of your own is found
+    through an entry point of the group quiesce.transports. Exit code 1 when a check failed.
+
+    Examples
+    --------
+    quiesce conformance tcp
+
+    quiesce conformance nixl/tcp --check fence_is_final --json
+    """
+    from quiesce.transfer.conformance.run import command  # noqa: PLC0415
+
+    return command(engine, list(check), as_json=json)
+
+
 @app.command(sort_key=9)
 def version() -> int:
     """Print the version."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from quiesce.core.messages import Grant
-from quiesce.transfer import shm
-from quiesce.transfer.interface import Arena, FenceProof, Outcome, Post
+from quiesce.transfer import shm, tcp
+from quiesce.transfer.interface import Arena, FenceProof, Outcome, Peer, Post, Region
+from quiesce.transfer.tcp_stream import Gate
 
 
 class FenceByWord(shm.ShmTransport):
@@ -46,6 +47,66 @@ class AnyGeneration(shm.ShmTransport):
     def write(self, peer, src_pages, dst_pages, grant) -> Post:  # type: ignore[no-untyped-def]
         attached = self._poster._lenders[peer.number].generation
         return super().write(peer, src_pages, dst_pages, Grant(grant.region, attached, grant.pages))
+
+
+class OpenGates(tcp.TcpTransport):
+    """States a fence and shuts nothing."""
+
+    def fence(
+        self, peer_epoch: int, generation: int | None = None, pages: frozenset[int] | None = None
+    ) -> FenceProof | None:
+        newest = self._lender.permits.newest
+        return FenceProof("fenced", peer_epoch, newest if generation is None else generation, pages)
+
+
+class LendsAll(tcp.TcpTransport):
+    """Takes what a peer says was lent to it for what was."""
+
+    def register(self, arena: Arena) -> Region:
+        everything = Gate(frozenset(range(arena.count)))
+        self._lender._gate = lambda *_: everything  # type: ignore[method-assign]
+        return super().register(arena)
+
+
+class CleanByWord(tcp.TcpTransport):
+    """Calls its posts failed and over as soon as their connection is given up."""
+
+    def disconnect(self, peer: Peer) -> None:
+        poster = self._poster
+        target = poster._targets[peer.number]
+        for total in target.posts:
+            if poster._open.pop(total.post.id, None) is not None:
+                poster.ended.append((total.post, Outcome.FAILED_CLEAN))
+        self._settle()
+
+
+class CancelsByWord(tcp.TcpTransport):
+    """Says of any post that it never started."""
+
+    def try_cancel(self, post: Post) -> bool:
+        return True
+
+
+class ForgetsNothing(tcp.TcpTransport):
+    """Keeps something of every post."""
+
+    def write(self, peer, src_pages, dst_pages, grant) -> Post:  # type: ignore[no-untyped-def]
+        self.__dict__.setdefault("_kept", []).append(bytearray(1024))
+        return super().write(peer, src_pages, dst_pages, grant)
+
+
+def _tcp_factory(kind: type[tcp.TcpTransport]):  # type: ignore[no-untyped-def]
+    def make(run_dir: Path, epoch: int, pages: int, page_bytes: int) -> tuple[tcp.TcpTransport, Arena]:
+        return kind(epoch, max_transfer_pages=100), shm.shared_arena(pages, page_bytes)
+
+    return make
+
+
+open_gates = _tcp_factory(OpenGates)
+lends_all = _tcp_factory(LendsAll)
+clean_by_word = _tcp_factory(CleanByWord)
+cancels_by_word = _tcp_factory(CancelsByWord)
+forgets_nothing = _tcp_factory(ForgetsNothing)
 
 
 def _factory(kind: type[shm.ShmTransport]):  # type: ignore[no-untyped-def]
