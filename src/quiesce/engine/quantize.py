@@ -14,7 +14,7 @@ def int8(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     exact = matrix.float()
     scale = exact.abs().amax(1).div_(LARGEST)
     steps = torch.where(scale > 0, scale, 1.0)  # a row of zeros
-    return exact.div_(steps[:, None]).round_().to(torch.int8), scale
+    return exact.div(steps[:, None]).round_().to(torch.int8), scale
 
 
 def round_to_int8(weights: Weights) -> None:

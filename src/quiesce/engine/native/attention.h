@@ -64,50 +64,82 @@ struct Paging {
     long page_size, page, layer, width, head_dim;  // width: KV heads times head_dim
     // The key of `slot` of `page`; its value is page_size * width further.
     long at(long page_id, long in_layer, long slot) const { return page_id * page + in_layer * layer + slot * width; }
+    // f(key) for each of `count` positions from `first` on.
+    template <class C, class F>
+    void walk(const C *in_layer, const int32_t *pages, long first, long count, F f) const {
+        long left = page_size - first % page_size;
+        const C *key = in_layer + at(pages[first / page_size], 0, page_size - left);
+        for (pages += first / page_size + 1; count; count--) {
+            f(key);
+            key += width;
+            if (!--left && count > 1) left = page_size, key = in_layer + at(*pages++, 0, 0);
+        }
+    }
+};
+
+// Queries, scaled to powers of two, of `heads` KV heads and of `count` tokens from position `start` on: for each KV
+// head [count, group, head_dim], and `apart` values from one to the next. `pool` points at the first of these heads
+// in its layer. Token t's heads go to out + t * outs.
+template <class C, class O> struct Task {
+    const Act<C> *queries;
+    long apart, heads, count, group, start;
+    const C *pool;
+    const int32_t *pages;
+    O *out;
+    long outs;
+    long end() const { return start + count; }
 };
 
 template <class C> struct Attention {
     using P = Act<C>;  // what products here are made of
+    Paging paging;
     long dim, wide;  // head_dim, and as columns of a product
     std::vector<P> keys, values, weights;
-    std::vector<float> sums, scores, best, total;
+    std::vector<float> scores, sums, best, total;  // the last three: of every KV head's every row
     std::vector<C> zeros;
 
-    Attention(long head_dim, long group)
-        : dim(head_dim), wide(up(head_dim, ACROSS)), keys(dim * BLOCK), values(BLOCK * wide), weights(ROWS * BLOCK),
-          sums((TILE + group) * wide), scores(ROWS * BLOCK), best(TILE + group), total(TILE + group),
-          zeros(dim + 64) {}
+    Attention(const Paging &paging, long group)
+        : paging(paging), dim(paging.head_dim), wide(up(dim, ACROSS)), keys(dim * BLOCK), values(BLOCK * wide),
+          weights(ROWS * BLOCK), scores(ROWS * BLOCK), best(paging.width / dim * (TILE + group)), total(best.size()),
+          zeros(dim + 64) {
+        sums.resize(best.size() * wide);
+    }
 
     static long tokens_at_once(long group) { return group < TILE ? TILE / group : 1; }
 
-    // Queries [tokens * group, dim], scaled to powers of two, of one KV head whose first token is at `start`;
-    // `pool` points at that head in that layer. Token t's heads go to out + t * outs.
-    template <class O>
-    void attend(const P *queries, long tokens, long group, long start, const C *pool, const Paging &paging,
-                const int32_t *pages, O *out, long outs) {
-        const long rows = tokens * group, end = start + tokens;
-        std::fill(sums.begin(), sums.begin() + rows * wide, 0.0f);
-        std::fill(total.begin(), total.begin() + rows, 0.0f);
-        std::fill(best.begin(), best.begin() + rows, -__builtin_inff());
-        for (long first = 0; first < end; first += BLOCK) {
-            gather(pool, paging, pages, first, end - first < BLOCK ? end - first : BLOCK);
-            for (long r0 = 0; r0 < rows; r0 += ROWS)
-                with_rows(rows - r0, [&](auto count) {
-                    constexpr int R = count;
-                    // of the row's last token, so the tile's most: none of this block?
-                    if (start + (r0 + R - 1) / group < first) return;
-                    see<R>(queries + r0 * dim, start, r0, group, first);
-                });
-        }
-        for (long r = 0; r < rows; r++) {
-            O *to = out + r / group * outs + r % group * dim;
-            for (long d = 0; d < dim; d++) put(to + d, sums[r * wide + d] / total[r]);
+    // `next`, if there is one, is what this thread will be given next.
+    template <class O> void attend(const Task<C, O> &task, const Task<C, O> *next) {
+        const long rows = task.count * task.group, all = rows * task.heads, end = task.end();
+        std::fill(sums.begin(), sums.begin() + all * wide, 0.0f);
+        std::fill(total.begin(), total.begin() + all, 0.0f);
+        std::fill(best.begin(), best.begin() + all, -__builtin_inff());
+        for (long first = 0; first < end; first += BLOCK)
+            for (long head = 0; head < task.heads; head++) {
+                gather(task.pool + head * dim, task.pages, first, end - first < BLOCK ? end - first : BLOCK);
+                if (first + BLOCK < end)
+                    fetch(task, first + BLOCK, head);
+                else if (next)
+                    fetch(*next, 0, head);
+                for (long r0 = 0; r0 < rows; r0 += ROWS)
+                    with_rows(rows - r0, [&](auto count) {
+                        constexpr int R = count;
+                        // Of these rows the last sees most: none of this block?
+                        if (task.start + (r0 + R - 1) / task.group < first) return;
+                        see<R>(task.queries + head * task.apart + r0 * dim, task.start, task.group, r0,
+                               head * rows + r0, first);
+                    });
+            }
+        for (long row = 0; row < all; row++) {
+            const long head = row / rows, r = row % rows;
+            O *to = task.out + r / task.group * task.outs + (head * task.group + r % task.group) * dim;
+            const float whole = total[row];
+            for (long d = 0; d < dim; d++) put(to + d, sums[row * wide + d] / whole);
         }
     }
 
   private:
-    // Rows r0.. of the tile look at the block of keys that begins at `first`.
-    template <int R> void see(const P *queries, long start, long r0, long group, long first) {
+    // Rows r0.. of a head's, whose state is at `row`.., look at the block of keys that begins at `first`.
+    template <int R> void see(const P *queries, long start, long group, long r0, long row, long first) {
         for (long c = 0; c < BLOCK; c += ACROSS) {
             Floats s[R][2] = {};
             multiply<R, 2, 0>(s, queries, dim, keys.data() + c * UNIT<P>, BLOCK, dim);
@@ -116,12 +148,12 @@ template <class C> struct Attention {
         }
         float fade[R];
         for (int r = 0; r < R; r++) {
-            const long row = r0 + r, seen = start + row / group + 1 - first;
-            fade[r] = weigh(&scores[r * BLOCK], &weights[r * BLOCK], (float)seen, best[row], total[row]);
+            const long seen = start + (r0 + r) / group + 1 - first;
+            fade[r] = weigh(&scores[r * BLOCK], &weights[r * BLOCK], (float)seen, best[row + r], total[row + r]);
         }
         for (long c = 0; c < wide; c += ACROSS) {
             Floats s[R][2];
-            float *to = &sums[r0 * wide + c];
+            float *to = &sums[row * wide + c];
             for (int r = 0; r < R; r++)
                 for (int i = 0; i < 2; i++) s[r][i] = load(to + r * wide + W * i) * splat(fade[r]);
             multiply<R, 2, 0>(s, weights.data(), BLOCK, values.data() + c * UNIT<P>, wide, BLOCK);
@@ -131,7 +163,7 @@ template <class C> struct Attention {
     }
 
     // Scores to weights, those from `seen` on to 0. Returns what earlier blocks' sums are to be multiplied with.
-    static float weigh(const float *scores, P *weights, float seen, float &best, float &total) {
+    static __attribute__((noinline)) float weigh(const float *scores, P *weights, float seen, float &best, float &total) {
         const Floats hidden = splat(-__builtin_inff());
         Floats s[BLOCK / W], most = hidden;
         for (int i = 0; i < BLOCK / W; i++) {
@@ -151,14 +183,31 @@ template <class C> struct Attention {
         return fade;
     }
 
+    // Has the memory send the block from position `first` on, or rather this head's share of it: runs of whole
+    // slots, which memory sends faster than one head's piece of each.
+    template <class O> void fetch(const Task<C, O> &task, long first, long head) const {
+        const long count = task.end() - first < BLOCK ? task.end() - first : BLOCK;
+        const long from = count * head / task.heads, to = count * (head + 1) / task.heads;
+        if (from == to) return;
+        const long bytes = task.heads * dim * (long)sizeof(C);
+        paging.walk(task.pool, task.pages, first + from, to - from, [&](const C *key) {
+            const char *k = (const char *)key, *v = (const char *)(key + paging.page_size * paging.width);
+            for (long at = 0; at < bytes; at += 64) {
+                expect(k + at);
+                expect(v + at);
+            }
+        });
+    }
+
     // Lays out `count` keys and values from position `first` on; the rest of the block is zero.
-    void gather(const C *pool, const Paging &paging, const int32_t *pages, long first, long count) {
+    void gather(const C *pool, const int32_t *pages, long first, long count) {
         const C *k[BLOCK], *v[BLOCK];
-        for (long i = 0; i < BLOCK; i++) {
-            const long page = (first + i) / paging.page_size, slot = (first + i) % paging.page_size;
-            k[i] = i < count ? pool + paging.at(pages[page], 0, slot) : zeros.data();
-            v[i] = i < count ? k[i] + paging.page_size * paging.width : zeros.data();
-        }
+        long i = 0;
+        paging.walk(pool, pages, first, count, [&](const C *key) {
+            k[i] = key, v[i] = key + paging.page_size * paging.width;
+            i++;
+        });
+        for (; i < BLOCK; i++) k[i] = v[i] = zeros.data();
 #if defined(__AVX512BF16__)
         if constexpr (std::is_same_v<C, bf16>) return lay_out_pairs(k, v, dim, wide, keys.data(), values.data());
 #endif

@@ -58,6 +58,7 @@ template <class T, class C> struct StepOf : Stepper {
     std::vector<Layer> layers;
     Team team;
     const long q_dim, kv_dim, group, qkv_dim;
+    const Paging paging;
     std::vector<Attention<C>> attention;
     std::vector<Token> tokens;
     std::vector<Tile> tiles;
@@ -68,29 +69,29 @@ template <class T, class C> struct StepOf : Stepper {
     explicit StepOf(const Model &model)
         : m(model), layers(m.layer, m.layer + m.layers), team((int)m.threads), q_dim(m.heads * m.head_dim),
           kv_dim(m.kv_heads * m.head_dim), group(m.heads / m.kv_heads), qkv_dim(q_dim + 2 * kv_dim),
-          attention(m.threads, Attention<C>(m.head_dim, group)) {}
+          paging{m.page_size, m.layers * 2 * m.page_size * kv_dim, 2 * m.page_size * kv_dim, kv_dim, m.head_dim},
+          attention(m.threads, Attention<C>(paging, group)) {}
 
     static long padded(long width) { return up(width, 32) + 32; }  // vectors may run over the end of a row
 
     void forward(const int32_t *ids, const Row *rows, long row_count, const int32_t *pages, void *memory,
                  float *hidden) override {
-        const Paging paging{m.page_size, m.layers * 2 * m.page_size * kv_dim, 2 * m.page_size * kv_dim, kv_dim,
-                            m.head_dim};
         plan(ids, rows, row_count, pages);
         const long n = (long)tokens.size();
         reserve(n);
         C *pool = (C *)memory;
         auto work = [&](int part) {
-            embed(hidden, pool, paging, part);
+            embed(hidden, pool, part);
+            team.meet();
             for (long number = 0; number < m.layers; number++) {
                 const Layer &layer = layers[number];
                 C *in_layer = pool + number * paging.layer;
                 normalise(hidden, n, layer.attention_norm, part);
                 times(normed, m.hidden, layer.qkv, qkv_dim, n, wide.data(), padded(qkv_dim), false, part);
                 for (long t = n * part / team.size; t < n * (part + 1) / team.size; t++)
-                    place(t, n, layer, in_layer, paging);
+                    place(t, n, layer, in_layer);
                 team.meet();
-                attend(in_layer, paging, pages, n, part);
+                attend(in_layer, pages, n, part);
                 times(attended, q_dim, layer.out, m.hidden, n, hidden, m.hidden, true, part);
                 normalise(hidden, n, layer.mlp_norm, part);
                 times(normed, m.hidden, layer.gate_up, 2 * m.inner, n, wide.data(), padded(2 * m.inner), false, part);
@@ -143,7 +144,7 @@ template <class T, class C> struct StepOf : Stepper {
     }
 
     // Also zeroes each page that is begun: nothing of an earlier owner, not even a NaN, is left in its free slots.
-    void embed(float *hidden, C *pool, const Paging &paging, int part) {
+    void embed(float *hidden, C *pool, int part) {
         const long n = (long)tokens.size();
         for (long t = part; t < n; t += team.size) {
             const C *row = (const C *)m.embedding + tokens[t].id * m.hidden;
@@ -189,7 +190,7 @@ template <class T, class C> struct StepOf : Stepper {
     }
 
     // A token's queries go where attention reads them, its key and value to its slot.
-    void place(long t, long n, const Layer &layer, C *in_layer, const Paging &paging) {
+    void place(long t, long n, const Layer &layer, C *in_layer) {
         const Token &token = tokens[t];
         float *qkv = &wide[t * padded(qkv_dim)];
         const float scale = (float)(1.4426950408889634 / std::sqrt((double)m.head_dim));  // as powers of two
@@ -205,15 +206,28 @@ template <class T, class C> struct StepOf : Stepper {
         for (long i = 0; i < kv_dim; i++) put(v + i, qkv[q_dim + kv_dim + i]);
     }
 
-    void attend(const C *in_layer, const Paging &paging, const int32_t *pages, long n, int part) {
-        const long tasks = (long)tiles.size() * m.kv_heads;
-        for (long task = part; task < tasks; task += team.size) {
-            const Tile &tile = tiles[task / m.kv_heads];
-            const long head = task % m.kv_heads;
-            attention[part].attend(&queries[(head * n + tile.first) * group * m.head_dim], tile.count, group,
-                                   tile.row->start + tile.token, in_layer + head * m.head_dim, paging,
-                                   pages + tile.row->table,
-                                   &attended[tile.first * padded(q_dim) + head * group * m.head_dim], padded(q_dim));
+    // Threads share the tiles, or where those are few, each tile's heads.
+    void attend(const C *in_layer, const int32_t *pages, long n, int part) {
+        const long heads = (long)tiles.size() < team.size ? 1 : m.kv_heads, shares = m.kv_heads / heads;
+        const long tasks = (long)tiles.size() * shares;
+        auto task = [&](long number) {
+            const Tile &tile = tiles[number / shares];
+            const long head = number % shares * heads;
+            Task<C, X> made;
+            made.queries = &queries[(head * n + tile.first) * group * m.head_dim];
+            made.apart = n * group * m.head_dim;
+            made.heads = heads, made.count = tile.count, made.group = group;
+            made.start = tile.row->start + tile.token;
+            made.pool = in_layer + head * m.head_dim;
+            made.pages = pages + tile.row->table;
+            made.out = &attended[tile.first * padded(q_dim) + head * group * m.head_dim];
+            made.outs = padded(q_dim);
+            return made;
+        };
+        for (long number = part; number < tasks; number += team.size) {
+            const bool last = number + team.size >= tasks;
+            const auto next = task(last ? number : number + team.size);
+            attention[part].attend(task(number), last ? nullptr : &next);
         }
     }
 

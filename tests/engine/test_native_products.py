@@ -1,0 +1,87 @@
+"""Packed products of every native level that this CPU can run, against fp64, and row by row against themselves."""
+
+import ctypes
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quiesce.engine.native.library import BFLOAT16, FLOAT32, INT8, Library, levels, load, supported
+from quiesce.engine.quantize import int8
+
+KINDS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "int8": INT8}
+ALLOWED = {"float32": 2e-6, "bfloat16": 6e-3, "int8": 2e-6}  # relative to the norms of a row and a column
+
+
+def address(array: np.ndarray | torch.Tensor) -> int:
+    return array.ctypes.data if isinstance(array, np.ndarray) else array.data_ptr()
+
+
+class Packed:
+    """A random matrix [n, depth] with a bias, as the library has it and as it is."""
+
+    def __init__(self, library: Library, dtype: str, n: int, depth: int, seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        exact = torch.randn((n, depth), generator=draw)
+        bias = torch.randn(n, generator=draw)
+        self.library, self.kind, self.n, self.depth = library, KINDS[dtype], n, depth
+        scale = None
+        if dtype == "int8":
+            values, scale = int8(exact)
+            exact = values.float() * scale[:, None]
+        else:
+            values = exact.to(getattr(torch, dtype))
+            exact = values.float()
+        size = library.packed_bytes(self.kind, n, depth)
+        self.memory = np.full(size + 64, 0xFF, np.uint8)  # bytes that are no numbers: all must be written
+        place = address(self.memory) // 64 * 64 + 64
+        scales = None if scale is None else address(scale)
+        library.pack(self.kind, address(values), scales, address(bias), n, depth, place)
+        self.place, self.matrix, self.bias = place, exact.double().numpy(), bias.double().numpy()
+
+    def times(self, x: np.ndarray) -> np.ndarray:
+        out = np.full((len(x), self.n), np.nan, np.float32)
+        x = np.ascontiguousarray(x)
+        self.library.product(self.kind, address(x), len(x), self.place, self.n, self.depth, address(out))
+        return out
+
+
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler")
+def test_what_this_cpu_can_run_was_built() -> None:
+    """Else the tests of levels below would pass for want of any."""
+    assert levels() == list(supported())
+    assert "base" in levels()
+
+
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("dtype", list(KINDS))
+@settings(max_examples=20, deadline=None)
+@given(n=st.integers(1, 210), depth=st.integers(1, 150), rows=st.integers(1, 70), seed=st.integers(0, 9))
+def test_products_of_any_size_are_right(level: str, dtype: str, n: int, depth: int, rows: int, seed: int) -> None:
+    packed = Packed(load(level), dtype, n, depth, seed)
+    x = np.random.default_rng(seed).standard_normal((rows, depth), np.float32)
+    want = x.astype(np.float64) @ packed.matrix.T + packed.bias
+    scale = np.outer(np.linalg.norm(x, axis=1), np.linalg.norm(packed.matrix, axis=1)) + 1
+    assert (np.abs(packed.times(x) - want) / scale).max() < ALLOWED[dtype]
+
+
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("dtype", list(KINDS))
+def test_a_row_has_the_same_bits_in_any_company(level: str, dtype: str) -> None:
+    packed = Packed(load(level), dtype, 101, 97, seed=1)
+    x = np.random.default_rng(1).standard_normal((70, 97), np.float32)
+    whole = packed.times(x)
+    for rows in range(1, 70):
+        assert np.array_equal(packed.times(x[-rows:]), whole[-rows:])
+
+
+@pytest.mark.parametrize("level", levels())
+def test_nothing_is_written_past_the_result(level: str) -> None:
+    packed = Packed(load(level), "float32", 5, 7, seed=2)
+    room = (ctypes.c_float * 64)(*[7.5] * 64)
+    x = np.ones((3, 7), np.float32)
+    packed.library.product(packed.kind, address(x), 3, packed.place, 5, 7, ctypes.addressof(room))
+    assert list(room)[15:] == [7.5] * 49
