@@ -34,6 +34,8 @@ from quiesce.roles.settings import Role, SettingsError, WorkerSettings
 EXIT_REFUSED = 2  # what was asked for cannot be done; nothing was started
 DEFAULT_MODEL = "smollm2"
 
+Race = Literal["one-pair", "two-donors", "refused", "tainted", "reuse", "late-read"]
+
 ROLES = Group("One role each (on several machines, or under your own supervisor)", sort_key=2)
 
 Model = Annotated[
@@ -232,7 +234,9 @@ def verify(
 
 @app.command(sort_key=5)
 def race(
-    scene: Annotated[Literal["one-pair", "two-donors", "refused", "tainted", "reuse"], Parameter(help="Which race.")],
+    scene: Annotated[
+        Literal["one-pair", "two-donors", "refused", "tainted", "reuse", "late-read"], Parameter(help="Which race.")
+    ],
     model: Model = DEFAULT_MODEL,
     /,
     *,

@@ -15,12 +15,13 @@ from quiesce.core.admission import pages_for
 from quiesce.core.borrower import Chunk, ChunkReady, Complete, Outcome, PostEnded
 from quiesce.core.ledger import Ledger
 from quiesce.core.lender import Publish
-from quiesce.core.machine import CheckGrant, Heard, Post
+from quiesce.core.machine import CheckGrant, Fired, Heard, Post, Timer
 from quiesce.core.messages import Drained, FirstToken, Limits, TransferId
-from quiesce.core.proofs import Borrowing
+from quiesce.core.proofs import Borrowing, Waiver
 from quiesce.core.pulling import Checked
 from quiesce.roles.decode import DecodeWorker
 from quiesce.roles.prefill import PrefillWorker
+from quiesce.roles.pull_lending import PullPrefillWorker
 from quiesce.roles.pull_reading import PullDecodeWorker
 from quiesce.roles.worker import Worker
 
@@ -123,3 +124,19 @@ def commit_unchecked(worker: PullDecodeWorker) -> None:
         worker.tell(Checked(check.leg, check.leg.p_epoch, check.grant.generation))
 
     worker.checks.ask = ask  # type: ignore[method-assign]
+
+
+def leases_by_the_clock(worker: PullPrefillWorker) -> None:
+    """A reader that is silent for a lease's time loses it, without a fence and without a word (against guard H11)."""
+    fire = worker.fire
+
+    def ending(payload: object) -> None:
+        if isinstance(payload, Fired) and payload.timer is Timer.LEASE:
+            tid = payload.about if isinstance(payload.about, TransferId) else payload.about.tid
+            for key in worker.ledger.leases(tid):
+                worker.ledger.waive(key, Waiver("the lease ran out"))
+            worker.ledger.end(tid)
+        else:
+            fire(payload)
+
+    worker.fire = ending  # type: ignore[method-assign]

@@ -17,6 +17,7 @@ from quiesce.lab.unsafe import (
     commit_unchecked,
     errors_count_as_drained,
     free_at_once,
+    leases_by_the_clock,
     no_limit_but_the_context,
     stub_what_does_not_fit,
 )
@@ -25,11 +26,12 @@ from quiesce.roles import assembly
 from quiesce.roles.colocated import ColocatedWorker
 from quiesce.roles.decode import DecodeWorker
 from quiesce.roles.prefill import PrefillWorker
+from quiesce.roles.pull_lending import PullPrefillWorker
 from quiesce.roles.pull_reading import PullDecodeWorker
 from quiesce.roles.settings import WorkerSettings
 from quiesce.transfer.interface import Transport
 
-Twin = Literal["", "errors drain", "acks by room", "no limit", "stub", "unchecked reads"]
+Twin = Literal["", "errors drain", "acks by room", "no limit", "stub", "unchecked reads", "by clock"]
 
 
 class Faults(msgspec.Struct, frozen=True):
@@ -107,13 +109,13 @@ def main(path: str) -> int:
     worker = assembly.make_worker(settings, engine, transport)
     Lossy(worker, spec.faults.mischief)
     without_guard(worker, spec.faults)
+    if spec.faults.journal and (settings.role == "decode") == (settings.direction == "push"):
+        follow(worker.ledger, Journal(Path(spec.faults.journal)))
     if isinstance(worker, PrefillWorker):
         return worker.run()
     if spec.faults.release == "at once":
         free_at_once(worker.ledger)
     retract_every(worker, spec.faults.retract_every)
-    if spec.faults.journal:
-        follow(worker.ledger, Journal(Path(spec.faults.journal)))
     return worker.run()
 
 
@@ -129,6 +131,8 @@ def without_guard(worker: PrefillWorker | DecodeWorker, faults: Faults) -> None:
             commit_unchecked(worker)
         case "acks by room", DecodeWorker():
             acks_by_room(worker)
+        case "by clock", PullPrefillWorker():
+            leases_by_the_clock(worker)
         case "no limit", DecodeWorker():
             no_limit_but_the_context(worker)
         case _:

@@ -17,7 +17,7 @@ from quiesce.core.ledger import Lease, Ledger
 from quiesce.core.messages import Grant, TransferId
 from quiesce.core.posting import Outcome
 from quiesce.core.proofs import Borrowing, Proof, Waiver
-from quiesce.lab.faulty import Decide, FaultyTransport, _Write
+from quiesce.lab.faulty import Decide, FaultyTransport, Make, _Write
 from quiesce.transfer.interface import Peer, Post, Transport
 
 GATE_POLL = 0.002  # seconds between two looks at a closed gate
@@ -36,8 +36,8 @@ class Journal:
 
 @dataclass(frozen=True)
 class Note:
-    """One line: `event` is owned, grown, lent, closed, ended, retained, returned (decode's ledger) or posted,
-    released, landed, refused (a donor's writes, which know pages and no transfer); `pages` are decode's."""
+    """One line: `event` is owned, grown, lent, closed, ended, retained, returned (the lender's ledger) or posted,
+    released, landed, refused (the other side's posts, which know no transfer); `pages` are the lender's."""
 
     at: float
     event: str
@@ -87,7 +87,7 @@ def follow(ledger: Ledger, journal: Journal) -> None:
 
 
 class GatedTransport(FaultyTransport):
-    """Holds every post back while the file `gate` exists; writes down when each write was posted, let go, landed."""
+    """Holds every post back while the file `gate` exists; writes down when each was posted, let go and landed."""
 
     def __init__(
         self, inner: Transport, decide: Decide, gate: Path | None, journal: Journal | None, *, proves: bool = True
@@ -104,11 +104,14 @@ class GatedTransport(FaultyTransport):
         if self._journal is not None and post.id in self._lines:
             self._journal.note(event, None, self._lines[post.id], detail=detail)
 
-    def write(self, peer: Peer, src_pages: Sequence[int], dst_pages: Sequence[int], grant: Grant) -> Post:
-        self._lines[self._last + 1] = tuple(dst_pages)
+    def _begin(
+        self, make: Make, peer: Peer, first: Sequence[int], second: Sequence[int], grant: Grant, reads: bool
+    ) -> Post:
+        """`second` are the lender's pages, of a write and of a read."""
+        self._lines[self._last + 1] = tuple(second)
         if self._journal is not None:
-            self._journal.note("posted", None, dst_pages)
-        return super().write(peer, src_pages, dst_pages, grant)
+            self._journal.note("posted", None, second)
+        return super()._begin(make, peer, first, second, grant, reads)
 
     def _advance(self) -> None:
         if self._writes and not self._closed and not self._shut():

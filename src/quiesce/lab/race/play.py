@@ -14,13 +14,14 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from quiesce.lab.race.late_read import LateRead
 from quiesce.lab.race.picture import write_picture
 from quiesce.lab.race.refused import Refused
 from quiesce.lab.race.scenes import OnePair, Reuse, Tainted, TwoDonors
 from quiesce.lab.race.stage import Run, Scene, Stage
 
 SCENES: dict[str, Scene] = {
-    scene.name: scene for scene in (OnePair(), TwoDonors(), Refused(), Tainted(), Reuse())
+    scene.name: scene for scene in (OnePair(), TwoDonors(), Refused(), Tainted(), Reuse(), LateRead())
 }  # fmt: skip
 console = Console(highlight=False)
 

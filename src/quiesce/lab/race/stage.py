@@ -73,6 +73,10 @@ class Scene(ABC):
     def sizes(self, safe: bool) -> Layout:
         return self.layout
 
+    def settings(self, safe: bool) -> dict[str, Any]:
+        """Of every worker, besides the sizes."""
+        return {}
+
     @abstractmethod
     def faults(self, folder: Path, safe: bool) -> tuple[Faults, Faults]: ...
 
@@ -91,15 +95,13 @@ class Stage:
         safe: bool,
         *,
         transfer: str = "shm",
-        settings: dict[str, Any] | None = None,
         log: Path,
     ) -> None:
         layout = self.layout = scene.sizes(safe)
         self.folder, self.log = folder, log
         self._tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(model, local_files_only=True)
         self.gate = folder / "gate"
-        self.donors = folder / "prefill-0.jsonl"
-        self.ledger = folder / "decode-0.jsonl"
+        self.posts, self.ledger = folder / "posts.jsonl", folder / "ledger.jsonl"
         self.cluster = Cluster(
             model,
             folder,
@@ -111,7 +113,8 @@ class Stage:
             hold_timeout=layout.hold_timeout,
             dtype="bfloat16",
             transfer=transfer,
-            **(settings or {}),
+            allow_unproven=True,  # what an engine can prove is for the scene to show
+            **scene.settings(safe),
         )
         self._donor, self._decode = scene.faults(folder, safe)
 
@@ -120,16 +123,17 @@ class Stage:
         return [f"prefill-{number}" for number in range(self.layout.prefills)]
 
     def __enter__(self) -> Stage:
+        """In push decode's pages are watched and the donor's writes held; in pull prefill's, and decode's reads."""
+        gated, watched = {"gate": str(self.gate), "journal": str(self.posts)}, {"journal": str(self.ledger)}
+        pull = self.cluster.common.get("direction") == "pull"
+        donor = msgspec.structs.replace(self._donor, **(watched if pull else gated))
+        decode = msgspec.structs.replace(self._decode, **(gated if pull else watched))
         for number, name in enumerate(self.prefills):
-            faults = self.donor_faults() if number == 0 else Faults()
+            faults = donor if number == 0 else Faults()
             self.cluster.spawn("prefill", name, faults, max_total_tokens=self.layout.prefill_pool)
-        decode = msgspec.structs.replace(self._decode, journal=str(self.ledger))
         self.cluster.spawn("decode", DECODE, decode, max_total_tokens=self.layout.pool)
         self.cluster.wait_for(*self.prefills, DECODE, seconds=PATIENCE)
         return self
-
-    def donor_faults(self) -> Faults:
-        return msgspec.structs.replace(self._donor, gate=str(self.gate), journal=str(self.donors))
 
     def __exit__(self, *_: object) -> None:
         self.cluster.close()
@@ -168,7 +172,7 @@ class Stage:
         self.cluster.until(lambda: bool(condition()), seconds, what)
 
     def notes(self, since: float) -> list[Note]:
-        return read(self.ledger, self.donors, since=since)
+        return read(self.ledger, self.posts, since=since)
 
     def pages_of(self, event: str, since: float) -> tuple[int, ...]:
         """Decode's pages in the latest such note."""
