@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import zmq
 import zmq.asyncio
 
-from quiesce.channel.frames import Framing, LinkEvent, LinkState, Received
+from quiesce.channel.frames import HANDSHAKE_FAILED, Framing, LinkEvent, LinkState, Received, watch
 from quiesce.channel.keys import KeyPair
 from quiesce.channel.options import configure_link, configure_listener, remove_socket_file
 from quiesce.core.messages import Codec, Wire
@@ -72,10 +72,13 @@ class AsyncListener(_AsyncEnd):
         super().__init__(codec)
         self.socket = context.socket(zmq.ROUTER, socket_class=zmq.asyncio.Socket)
         configure_listener(self.socket, keys)
+        self._monitor = context.socket(zmq.PAIR, socket_class=zmq.asyncio.Socket)
+        watch(self.socket, self._monitor, HANDSHAKE_FAILED)
+        self._watching = asyncio.get_running_loop().create_task(self._watch(), name=f"watch {bind}")
         try:
             self.socket.bind(bind)
         except zmq.ZMQError:
-            self.socket.close(linger=0)
+            self._close()
             raise
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -87,10 +90,26 @@ class AsyncListener(_AsyncEnd):
         """Waits for at least one message and returns what has arrived, at most `limit`."""
         return await self._receive(self.socket, limit, self._framing.from_peer)
 
+    async def _watch(self) -> None:
+        while True:
+            await self._monitor.recv_multipart()
+            self._framing.counts.handshakes_failed += 1
+
+    @property
+    def handshakes_failed(self) -> int:
+        """Connections that never became a peer's."""
+        return self._framing.counts.handshakes_failed
+
     def close(self) -> None:
         if not self.socket.closed:
-            self.socket.close(linger=0)
+            self._close()
             remove_socket_file(self.endpoint)
+
+    def _close(self) -> None:
+        self._watching.cancel()
+        self.socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self.socket.close(linger=0)
 
 
 class AsyncLink(_AsyncEnd):

@@ -34,6 +34,21 @@ class Counts:
 
     dropped: int = 0  # sends refused: no such peer, peer not connected, its queue full, message too large
     malformed: int = 0  # received, not a message
+    handshakes_failed: int = 0  # of whoever connected: no peer of ours, gave up half way, or spoke something else
+
+
+HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+MONITOR_HIGH_WATER = 50_000  # events; ZeroMQ's own thread waits when there are more
+
+
+def watch(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], events: int) -> None:
+    """`monitor` (a PAIR of the same context) hears these events of `socket`."""
+    address = f"inproc://quiesce.monitor.{id(socket)}"
+    socket.monitor(address, events)
+    monitor.set(zmq.RCVHWM, MONITOR_HIGH_WATER)
+    monitor.connect(address)
 
 
 class Framing:

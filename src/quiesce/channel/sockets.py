@@ -11,7 +11,15 @@ from typing import Any, TypeVar
 
 import zmq
 
-from quiesce.channel.frames import Framing, LinkEvent, LinkState, Received
+from quiesce.channel.frames import (
+    HANDSHAKE_FAILED,
+    MONITOR_HIGH_WATER,
+    Framing,
+    LinkEvent,
+    LinkState,
+    Received,
+    watch,
+)
 from quiesce.channel.keys import KeyPair
 from quiesce.channel.options import configure_link, configure_listener, remove_socket_file
 from quiesce.core.messages import Codec, Wire
@@ -69,10 +77,12 @@ class Listener(_End):
         super().__init__(codec)
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER, socket_class=zmq.Socket)
         configure_listener(self.socket, keys)
+        self._monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR, socket_class=zmq.Socket)
+        watch(self.socket, self._monitor, HANDSHAKE_FAILED)
         try:
             self.socket.bind(bind)
         except zmq.ZMQError:
-            self.socket.close(linger=0)
+            self._close(0)
             raise
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -82,13 +92,25 @@ class Listener(_End):
 
     def receive(self, limit: int = 256) -> list[Received]:
         """What has arrived, at most `limit` messages; never waits."""
+        failed = self._drain(self._monitor, MONITOR_HIGH_WATER, len)
+        self._framing.counts.handshakes_failed += len(failed)
         return self._drain(self.socket, limit, self._framing.from_peer)
+
+    @property
+    def handshakes_failed(self) -> int:
+        """Connections that never became a peer's, as of the last `receive`."""
+        return self._framing.counts.handshakes_failed
 
     def close(self, linger_ms: int = 0) -> None:
         """`linger_ms`: how long the context's end waits for what was sent before."""
         if not self.socket.closed:
-            self.socket.close(linger=linger_ms)
+            self._close(linger_ms)
             remove_socket_file(self.endpoint)
+
+    def _close(self, linger_ms: int) -> None:
+        self.socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self.socket.close(linger=linger_ms)
 
 
 class Link(_End):

@@ -120,6 +120,9 @@ def worker_samples(worker: Worker) -> list[Sample]:
         gauge("num_queue_reqs", "Requests at this worker that are not in the batch", len(legs) - len(batch)),
         counter("engine_steps_total", "Steps the engine has made", worker.thread.steps),
         counter("faults_total", "Unexpected errors that were logged and survived", worker.fault_count),
+        counter(
+            "handshakes_failed_total", "Connections that never became a peer's", worker.listener.handshakes_failed
+        ),
         counter("messages_malformed_total", "Frames from peers and router that were no message", worker.malformed),
         gauge(
             "transport_unproven",

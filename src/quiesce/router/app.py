@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Generator
@@ -25,6 +26,7 @@ from quiesce.ops.logs import configure_logging
 from quiesce.router.attempts import Rules
 from quiesce.router.breaker import BreakerRules
 from quiesce.router.dispatch import Dispatcher
+from quiesce.router.http import Gate
 from quiesce.router.links import Links
 from quiesce.router.registry import Patience, Registry
 from quiesce.router.worker_ports import Ports, WorkerPort
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+SPARE_CONNECTIONS = 1024  # beyond twice the requests: between two requests, or with none yet
+DESCRIPTORS = 65_536
 EXIT_SETTINGS = 2  # something in the settings cannot be used: address, keys, model folder
 
 
@@ -69,7 +73,9 @@ class Router:
         limits = FrontLimits(settings.max_inflight, settings.request_timeout, settings.max_body)
         access = Access(settings.api_keys)
         self.front = Front(self.dispatcher, text, settings.served_model_name, limits, FrontMetrics(), access)
-        self._server = _server(make_app(self.front))
+        self._gate = Gate(2 * settings.max_inflight + SPARE_CONNECTIONS)
+        self.dispatcher.counted_elsewhere.append(self._gate.counters)
+        self._server = _server(make_app(self.front), self._gate)
         self._worker_servers = self._single_workers()
 
     def _single_workers(self) -> list[tuple[_Server, socket.socket]]:
@@ -81,7 +87,7 @@ class Router:
             port = WorkerPort(self.dispatcher, name, ports)
             own = Front(port, front.text, front.model, front.limits, front.metrics, front.access)
             bound = socket.create_server((settings.host, number), family=self._socket.family, backlog=2048)
-            servers.append((_server(make_worker_app(own, port)), bound))
+            servers.append((_server(make_worker_app(own, port), self._gate), bound))
         return servers
 
     async def serve(self) -> None:
@@ -110,10 +116,10 @@ class Router:
                 server.should_exit = True
 
 
-def _server(app: Starlette) -> _Server:
+def _server(app: Starlette, gate: Gate) -> _Server:
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=gate.protocol(),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -140,6 +146,7 @@ def _rules(settings: RouterSettings, text: TextModel) -> Rules:
 def run(settings: RouterSettings) -> int:
     """Runs the router until SIGTERM or SIGINT; returns the exit status of the process."""
     configure_logging(settings.log_level, settings.log_format, "router")
+    _raise_descriptor_limit()
     try:
         text = TextModel(settings.model, settings.tool_call_parser)
         uvloop.run(_run(settings, text))
@@ -148,6 +155,14 @@ def run(settings: RouterSettings) -> int:
         return EXIT_SETTINGS
     text.close()
     return 0
+
+
+def _raise_descriptor_limit() -> None:
+    """Every client takes a descriptor, and shells commonly allow a thousand."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _run(settings: RouterSettings, text: TextModel) -> None:

@@ -85,6 +85,7 @@ class Links:
         return {
             "malformed_messages": self.malformed + sum(end.malformed for end in ends),
             "refused_keys": self._authenticator.refused,
+            "handshakes_failed": self._registry.handshakes_failed,
         }
 
     def close(self) -> None:

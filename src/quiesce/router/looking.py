@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any
 
 from quiesce.api.errors import ApiError, unavailable
@@ -36,6 +36,7 @@ class Looking:
         self._calls: dict[str, Call] = {}
         self._counts: Counter[str] = Counter()
         self._moved = loop.time()  # when a worker last said anything about a request
+        self.counted_elsewhere: list[Callable[[], dict[str, int]]] = []
         self._inspections = Inspections(self._send)
         self._probes = Probes(self.epoch, self._send, loop.time)
 
@@ -77,7 +78,10 @@ class Looking:
     def counters(self) -> dict[str, int]:
         links = self._links.counters() if self._links else {}
         registry = {"registrations_refused": self.registry.refused, "breakers_opened": self.registry.breakers_opened}
-        return {name: self._counts[name] for name in COUNTED} | links | registry
+        found = {name: self._counts[name] for name in COUNTED} | links | registry
+        for counters in self.counted_elsewhere:
+            found |= counters()
+        return found
 
     def legs(self) -> dict[str, int]:
         return {worker.name: len(worker.legs) for worker in self.registry.workers.values()}

@@ -108,7 +108,7 @@ class Network:
 class SimListener:
     """As `quiesce.channel.Listener`."""
 
-    malformed = dropped = 0
+    malformed = dropped = handshakes_failed = 0
     socket = None
 
     def __init__(self, net: Network, endpoint: str, keys: SimKeys) -> None:

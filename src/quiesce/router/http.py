@@ -1,0 +1,102 @@
+"""Bounds on connections to the HTTP port: a connection on which no request comes is worth nothing and costs memory.
+
+A request's head must arrive within seconds and within kilobytes. Connections that wait for one are bounded in number:
+beyond that the oldest of them makes room. Connections with a request or between two requests are left alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEAD_SECONDS = 10.0
+HEAD_BYTES = 64 << 10
+MOST_HEADLESS = 512
+COUNTED = ("heads_late", "heads_evicted", "heads_too_large", "connections_refused")
+
+
+class Gate:
+    """Of one port. `most`: connections of every kind."""
+
+    def __init__(self, most: int, headless: int = MOST_HEADLESS, seconds: float = HEAD_SECONDS) -> None:
+        self.most, self.most_headless, self.seconds = most, headless, seconds
+        self.open = 0
+        self.headless: dict[BoundedHttp, asyncio.TimerHandle] = {}  # the oldest first
+        self._counts: Counter[str] = Counter()
+
+    def counters(self) -> dict[str, int]:
+        return {f"http_{name}": self._counts[name] for name in COUNTED}
+
+    def protocol(self) -> type[asyncio.Protocol]:
+        """For uvicorn."""
+        return type("GatedHttp", (BoundedHttp,), {"gate": self})
+
+    def let_in(self, connection: BoundedHttp) -> bool:
+        if self.open >= self.most and not self._evict():
+            self._counts["connections_refused"] += 1
+            return False
+        self.open += 1
+        return True
+
+    def await_head(self, connection: BoundedHttp) -> None:
+        if connection not in self.headless:
+            if len(self.headless) >= self.most_headless:
+                self._evict()
+            loop = asyncio.get_running_loop()
+            self.headless[connection] = loop.call_later(self.seconds, self._end, connection, "heads_late")
+
+    def head_came(self, connection: BoundedHttp) -> None:
+        timer = self.headless.pop(connection, None)
+        if timer is not None:
+            timer.cancel()
+
+    def too_large(self, connection: BoundedHttp) -> None:
+        self._end(connection, "heads_too_large")
+
+    def _evict(self) -> bool:
+        oldest = next(iter(self.headless), None)
+        if oldest is not None:
+            self._end(oldest, "heads_evicted")
+        return oldest is not None
+
+    def _end(self, connection: BoundedHttp, why: str) -> None:
+        self._counts[why] += 1
+        self.head_came(connection)
+        connection.transport.abort()
+
+
+class BoundedHttp(HttpToolsProtocol):
+    gate: Gate
+    _counted = False
+    _head = 0  # bytes of the head that is arriving
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._counted = self.gate.let_in(self)
+        if self._counted:
+            self.gate.await_head(self)
+        else:
+            transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.gate.await_head(self)
+        super().data_received(data)
+        if self in self.gate.headless:  # all of it was head
+            self._head += len(data)
+            if self._head > HEAD_BYTES:
+                self.gate.too_large(self)
+
+    def on_headers_complete(self) -> None:
+        self.gate.head_came(self)
+        self._head = 0
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.gate.head_came(self)
+        if self._counted:
+            self._counted = False
+            self.gate.open -= 1
+        super().connection_lost(exc)

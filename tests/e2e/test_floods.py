@@ -1,0 +1,27 @@
+"""The floods of `make soak-router`, small: nothing grows, streams go on, every bad thing is counted."""
+
+from __future__ import annotations
+
+import pytest
+
+from e2e.floods import control_sockets, flood, many_clients
+from e2e.product import Product
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+
+ROOMS, CONNECTIONS, REQUESTS = 1500, 300, 900
+
+
+def test_k20_d7_fake_rooms_half_handshakes_garbage_and_half_requests_change_nothing(serve: Product) -> None:
+    sockets = len(control_sockets(serve))
+    found = flood(serve, ROOMS, CONNECTIONS, REQUESTS)
+    rooms, counted = found["fake rooms"], found["counted"]
+    assert sum(rooms.values()) == ROOMS and not set(rooms) - {"refused 400", "refused 503", "failed 504"}
+    failed = sum(value for name, value in counted.items() if "handshakes_failed" in name)
+    assert failed >= 0.9 * 2 * CONNECTIONS * sockets, "all of them, but for those that are just being closed"
+    assert counted["quiesce:router_http_heads_evicted_total"] >= REQUESTS - 600
+
+
+def test_many_streams_and_short_requests_beside_them_and_all_leave_at_once(serve: Product) -> None:
+    found = many_clients(serve, streams=150, short=40)
+    assert found["idle again after, s"] < 10, found
