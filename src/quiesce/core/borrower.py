@@ -111,7 +111,7 @@ class Borrower(Records):
                 return [Send(to, Refused(leg, "closed"))]
             if self.known >= self.max_records:
                 return [Send(to, Refused(leg, "full"))]  # evict nothing (guard D7)
-            ahead = self.open
+            ahead = self.ahead
             self._store(Record(leg, offer=message, answer=Accept(leg, ahead)))
             return [Send(to, Accept(leg, ahead)), Opened(leg)]
         if isinstance(message, Abort) and to in self.lenders:

@@ -16,6 +16,7 @@ from quiesce.core.pages import PagePool
 from quiesce.core.proofs import Borrowing, LeaseKey, Proof, Waiver
 
 WRITING = (Borrowing.WRITE, Borrowing.COMPUTE, Borrowing.FOREIGN)
+OUR_OWN = (Borrowing.COMPUTE, Borrowing.RANKS)
 REMOTE_WRITERS = (Borrowing.WRITE, Borrowing.FOREIGN)
 
 
@@ -74,7 +75,7 @@ class Ledger:
         self._on_release = on_release
         self.observe: Observer | None = None
         self.closed_by: Counter[str] = Counter()  # proof kind -> leases, those of our own steps apart
-        self.steps = 0  # leases of our own engine steps that closed
+        self.steps = 0  # leases of our own engine's steps and ranks that closed
         self.opened = 0
         self.unsound = 0
         self.stale = 0  # proofs that fitted no open lease
@@ -138,6 +139,8 @@ class Ledger:
             raise LedgerError(f"lease {key} names pages that {key.tid} does not have")
         for lease in holding.leases.values():
             # A page that somebody remote may write has no reader and no step of our own (guard H1).
+            if Borrowing.RANKS in (key.kind, lease.key.kind):
+                continue  # keeps the pages, touches none
             apart = (key.kind in REMOTE_WRITERS) != (lease.key.kind in REMOTE_WRITERS)
             if apart and key.kind is not Borrowing.FOREIGN and _overlap(pages, lease.pages):
                 raise LedgerError(f"lease {key} would share pages with {lease.key}: one writes remotely, one reads")
@@ -160,7 +163,7 @@ class Ledger:
                 self._say("closed in part", key.tid, proof.pages.intersection(holding.pages), lease, proof)
                 return False
         del holding.leases[key]
-        if key.kind is Borrowing.COMPUTE:
+        if key.kind in OUR_OWN:
             self.steps += 1
         else:
             self.closed_by[proof.kind.value] += 1

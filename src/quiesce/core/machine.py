@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from quiesce.core.messages import FirstToken, Grant, HandOff, Leg, Ping, TransferId
 
@@ -135,6 +135,15 @@ class TryDrain:
     leg: Leg
 
 
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """One rank of several tells its engine's leader what it has found out (guard H8)."""
+
+    tid: TransferId
+    what: Literal["landed", "failed", "proven"]
+    cause: str = ""
+
+
 class Stopped(NamedTuple):
     """The borrower will post nothing more for this leg: stop computing for it."""
 
@@ -143,5 +152,5 @@ class Stopped(NamedTuple):
 
 
 Action = (
-    Send | Arm | Revoke | Verify | CheckGrant | Committed | Lost | Closed | Opened | Post | TryDrain | Stopped
+    Send | Arm | Revoke | Verify | CheckGrant | Committed | Lost | Closed | Opened | Post | TryDrain | Tell | Stopped
 )  # fmt: skip

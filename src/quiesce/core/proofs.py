@@ -17,6 +17,7 @@ class Borrowing(Enum):
     WRITE = "write"  # a remote rank writes them (push destination)
     READ = "read"  # somebody reads them: our own posts (push source), a remote reader, a copy engine
     COMPUTE = "compute"  # our own engine step writes them
+    RANKS = "ranks"  # nobody here: other ranks of this engine have not released theirs (guard H8)
     FOREIGN = "foreign"  # a writer we cannot name, found by its traces (guard H15)
 
 
@@ -40,6 +41,10 @@ class LeaseKey:
     @classmethod
     def compute(cls, tid: TransferId) -> LeaseKey:
         return cls(tid, Borrowing.COMPUTE, 0, tid.epoch)
+
+    @classmethod
+    def ranks(cls, tid: TransferId) -> LeaseKey:
+        return cls(tid, Borrowing.RANKS, -1, tid.epoch)
 
     @classmethod
     def foreign(cls, tid: TransferId) -> LeaseKey:

@@ -50,7 +50,7 @@ class Records(ClosedSets, Posting[Record]):
         self.records: dict[TransferId, dict[int, Record]] = {}  # by transfer, then by lender rank
         self._by_lender: dict[tuple[int, int], dict[TransferId, Record]] = {}  # (epoch, rank): the same once more
         self.known = 0
-        self.open = 0
+        self.ahead = 0  # open records: the place of the next one
         self.stale = 0
         self.ended: Counter[str] = Counter()
 
@@ -65,7 +65,7 @@ class Records(ClosedSets, Posting[Record]):
         self.records.setdefault(record.leg.tid, {})[record.leg.d_rank] = record
         self._by_lender.setdefault((record.leg.tid.epoch, record.leg.d_rank), {})[record.leg.tid] = record
         self.known += 1
-        self.open += record.state is State.OPEN
+        self.ahead += record.state is State.OPEN
 
     def _remove(self, record: Record) -> None:
         tid, rank = record.leg.tid, record.leg.d_rank
@@ -74,7 +74,7 @@ class Records(ClosedSets, Posting[Record]):
         self.known -= 1
 
     def _leave_open(self, record: Record, state: State) -> None:
-        self.open -= record.state is State.OPEN
+        self.ahead -= record.state is State.OPEN
         record.state = state
 
     def _drop(self) -> list[Action]:

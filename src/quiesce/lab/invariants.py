@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 from quiesce.core import lender as d
 from quiesce.core.ledger import Ledger
+from quiesce.core.messages import TransferId
+from quiesce.core.proofs import Borrowing, LeaseKey
 from quiesce.lab.checker.sides import DecodeSide, PrefillSide
 
 
@@ -18,6 +20,10 @@ def _pages(ledger: Ledger) -> list[int]:
 
 def _rows(ledger: Ledger) -> list[int]:
     return [row for holding in ledger._holdings.values() for row in holding.rows]
+
+
+def _lent(ledger: Ledger, tid: TransferId) -> list[LeaseKey]:
+    return [key for key in ledger.leases(tid) if key.kind is not Borrowing.RANKS]
 
 
 LEDGER: dict[str, Callable[[Ledger], bool]] = {
@@ -41,7 +47,7 @@ DECODE: dict[str, Callable[[DecodeSide], bool]] = {
         not any(t.state is d.State.HOLDING and not t.published for t in x.lender.transfers.values())
     ),
     "a committed request's pages are lent to nobody": lambda x: (
-        not any(t.state is d.State.COMMITTED and x.ledger.leases(tid) for tid, t in x.lender.transfers.items())
+        not any(t.state is d.State.COMMITTED and _lent(x.ledger, tid) for tid, t in x.lender.transfers.items())
     ),
 }
 
@@ -58,6 +64,11 @@ def broken(side: DecodeSide | PrefillSide) -> str | None:
                 return rule
     return None
 
+
+RANKS = (
+    "no rank commits what another rank of its engine gives up",
+    "ranks of one engine at the same place of its log hold the same transfers and have the same pages free",
+)
 
 GLOBAL = (
     "no byte of a transfer lands in a page that another owns, or that a running request reads",

@@ -7,6 +7,7 @@ from typing import Any
 from quiesce.core.borrower import Outcome
 from quiesce.core.machine import Timer
 from quiesce.core.messages import Leg, Offer, Ping, Refused, Request, TransferId
+from quiesce.core.ranks import Entry, Report
 from quiesce.lab.checker.model import Model
 from quiesce.lab.checker.processes import Event, State, Step
 from quiesce.lab.checker.search import Result
@@ -74,6 +75,12 @@ class Teller:
         kind = type(message).__name__.upper().replace("NEVERSTARTED", "NEVER_STARTED")
         if isinstance(message, Ping):
             return f"PING (open up to {message.high}: {', '.join(map(str, message.open_seqs)) or 'none'})"
+        if isinstance(message, Entry):
+            what = message.what
+            return f"entry {message.seq}: {type(what).__name__.upper()}({self._name(what.tid)})"
+        if isinstance(message, Report):
+            about = f"({self._name(message.tid)})" if message.tid is not None else ""
+            return f"{(message.what or 'applied').upper()}{about} of D{message.rank}"
         reason = f", {message.reason}" if isinstance(message, Refused) else ""
         return f"{kind}({self._name(message.leg.tid)}{reason})"
 
@@ -165,6 +172,8 @@ class Teller:
                 return f"finds the digest of {self._name(tid)} {'right' if matches else 'WRONG'}"
             case ("ping",):
                 return "sends its closed set"
+            case ("repeat",):
+                return "says again what its engine's other ranks have not answered"
             case ("lend", tid):
                 return f"computes {self._name(tid)} and lends its pages"
             case ("checked", leg, _, generation):

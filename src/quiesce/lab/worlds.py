@@ -28,6 +28,7 @@ class World:
     narrow: bool = False  # a fence may also be of one page only
     drain: bool = False
     digest: bool = False
+    led: bool = False  # a leader decides for all decode ranks
     # pull
     pull: bool = False  # decode reads; `fence` and `gone` are of prefill against its reader, `drain` is decode's
     own_fence: bool = False  # decode can refuse its own reads
@@ -129,6 +130,27 @@ WORLDS: tuple[World, ...] = (
     World("full", "a prefill engine that remembers one transfer", (1, 1, 1), pool=1, records=1, pings=1, fault=1),
     World("ranks", "two prefill ranks, a failed post", prefills=2, pool=1, failed=1),
     World("decodes", "two decode ranks", requests=(1,), pool=1, decodes=2, unknown=1, drain=True),
+    World("led", "two decode ranks under one leader, a failure", pool=1, decodes=2, fault=1, led=True),
+    World(
+        "led taint",
+        "two decode ranks under one leader, an UNKNOWN post and a fence",
+        (1,),
+        pool=1,
+        decodes=2,
+        unknown=1,
+        fence=True,
+        led=True,
+    ),
+    World(
+        "led crash",
+        "two decode ranks under one leader, the prefill engine restarts; GONE can be had",
+        (1,),
+        pool=1,
+        decodes=2,
+        crash_p=1,
+        gone=True,
+        led=True,
+    ),
     World(
         "three",
         "three requests, two pages, a prefill crash, an UNKNOWN post",
@@ -251,6 +273,18 @@ WORLDS: tuple[World, ...] = (
     World("left narrow", "liveness: fences of one page of two", (2,), fence=True, narrow=True, unknown=1, live=True),
     World("left ranks", "liveness: two prefill ranks, a failure", (1,), pool=1, prefills=2, fault=1, live=True),
     World("left decodes", "liveness: two decode ranks", (1,), pool=1, decodes=2, fault=1, live=True),
+    World(
+        "left led",
+        "liveness: two decode ranks under one leader, a failure, an UNKNOWN post and a drain",
+        (1,),
+        pool=1,
+        decodes=2,
+        fault=1,
+        unknown=1,
+        drain=True,
+        led=True,
+        live=True,
+    ),
     World(
         "left pull",
         "liveness: two pulls, failures, an UNKNOWN read and a drain",

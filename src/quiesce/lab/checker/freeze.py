@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from quiesce.core.messages import Abort, Accept, Busy, Failed, Ping
+from quiesce.core.ranks import Entry, Finish, Hold, Report
 
 NOT_STATE = frozenset(
     {"cause", "repeats", "stale", "ended", "closed_by", "opened", "unsound", "faults", "taints"}
@@ -30,15 +31,21 @@ NOT_STATE = frozenset(
     "_by_lender",  # what is in another table, by another key
     "_by_peer",
     "_quarantined",
-    "open",
+    "ahead",
 }
 COUNTED = frozenset({"busy", "deferrals", "retained", "_pages_in"})  # matters for costly fences and for reports
-PACING = frozenset({"accepted", "acked", "timers", "renewed"})
+PACING = frozenset({"accepted", "acked", "timers", "renewed", "log", "_applied"})
 PLAIN = (int, str, bytes, float, type(None), Enum, msgspec.Struct)
 
 
 def plain(message: Any) -> Any:
     """A message without what is only for people or for pacing, and hashable."""
+    if isinstance(message, Report):
+        return msgspec.structs.replace(message, cause="")
+    if isinstance(message, Entry) and isinstance(message.what, Hold):
+        return msgspec.structs.replace(message, what=Hold(message.what.tid, ""))
+    if isinstance(message, Entry) and isinstance(message.what, Finish):
+        return msgspec.structs.replace(message, what=Finish(message.what.tid, ""))
     if isinstance(message, Abort | Failed):
         return msgspec.structs.replace(message, reason="")
     if isinstance(message, Busy):

@@ -16,6 +16,7 @@ from quiesce.core.machine import Timer
 from quiesce.lab.checker.model import Model, Move
 from quiesce.lab.checker.processes import LOOSE, Event, State
 from quiesce.lab.checker.pull import PullModel, model_of
+from quiesce.lab.checker.ranks import RanksModel
 from quiesce.lab.checker.search import Came, Progress, Result, path_to
 from quiesce.lab.worlds import World
 
@@ -26,6 +27,8 @@ def settled(model: Model, state: State) -> bool:
     """Nothing is owed: every transfer has ended, is running or may be retained, and no source page is kept."""
     if isinstance(model, PullModel):
         return model.settled(state)
+    if isinstance(model, RanksModel) and not model.agreed(state):
+        return False
     decodes, prefills, _, posts, _, _ = state
     alive = {model.views[number].epoch for number in prefills}
     loose = {model.flights[post >> 2].leg for post in posts if post & 3 == LOOSE}

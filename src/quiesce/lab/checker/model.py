@@ -358,7 +358,7 @@ class Model(Processes):
             peers = tuple(self.views[number].epoch for number in prefills)
             reserved = max(self.views[number].side.reserved for number in decodes)
             fresh_d = tuple(
-                self._intern(DecodeSide(world, epoch + 1, r, peers, reserved)) for r in range(len(decodes))
+                self._intern(self.decode_side(world, epoch + 1, r, peers, reserved)) for r in range(len(decodes))
             )
             spent = self._spend(budgets, "crash_d")
             after: State = (fresh_d, prefills, net, self._bound(posts), frozenset(), spent)

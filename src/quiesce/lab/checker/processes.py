@@ -75,6 +75,8 @@ class Processes:
     """`strict` also wants every byte in flight covered by a lease; without it only visible damage counts.
     `paced` keeps what decides how often something is repeated: liveness needs it."""
 
+    decode_side: type[DecodeSide] = DecodeSide
+
     def __init__(self, world: World, *, strict: bool = True, paced: bool = False) -> None:
         self.world = world
         self.strict = strict
@@ -107,7 +109,7 @@ class Processes:
     def start(self) -> State:
         world = self.world
         peers = tuple(100 * (rank + 1) for rank in range(world.prefills))
-        decodes = tuple(self._intern(DecodeSide(world, 1, rank, peers, 0)) for rank in range(world.decodes))
+        decodes = tuple(self._intern(self.decode_side(world, 1, rank, peers, 0)) for rank in range(world.decodes))
         prefills = tuple(self._intern(PrefillSide(world, epoch, rank, 1)) for rank, epoch in enumerate(peers))
         budgets = tuple(getattr(world, name) for name in BUDGETS)
         return decodes, prefills, 0, (), frozenset(), budgets
@@ -203,7 +205,7 @@ class Processes:
         return Step(new, sends, tuple(self._flight(post) for post in out.posts), out.commits, fault)
 
     def _is_late(self, side: DecodeSide | PrefillSide, event: Event) -> bool:
-        if not isinstance(side, DecodeSide) or event[0] != "hear":
+        if not isinstance(side, DecodeSide) or event[0] != "hear" or not hasattr(event[1], "leg"):
             return False
         return event[1].leg.tid not in side.lender.transfers
 

@@ -17,6 +17,7 @@ from quiesce.core.proofs import Borrowing
 from quiesce.lab.checker.model import Model, Move
 from quiesce.lab.checker.processes import COVERED, FLYING, FOREIGN, LOOSE, READABLE, REFUSED, SOURCE, State, View
 from quiesce.lab.checker.pull_sides import ReadingSide, SourceSide
+from quiesce.lab.checker.ranks import RanksModel
 from quiesce.lab.worlds import World
 
 
@@ -315,4 +316,5 @@ class PullModel(Model):
 
 
 def model_of(world: World, *, strict: bool = True, paced: bool = False) -> Model:
-    return (PullModel if world.pull else Model)(world, strict=strict, paced=paced)
+    kind = PullModel if world.pull else RanksModel if world.led else Model
+    return kind(world, strict=strict, paced=paced)

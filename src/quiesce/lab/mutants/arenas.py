@@ -54,3 +54,8 @@ PULL_PINGS = replace(PULL, name="pull pings", about="pull: closed sets", pings=1
 PULL_FENCE = World("pull fence", "pull: a fence before a read", sources=1, fence=True, suspect=1, pull=True)
 PULL_RESTART = World("pull restart", "pull: the decode engine restarts", pool=1, crash_d=1, late=True, pull=True)
 PULL_LIVE = World("pull live", "pull: an UNKNOWN read, a fence", (1,), sources=1, unknown=1, fence=True, pull=True)
+
+LED = World(
+    "led", "two decode ranks under one leader, two requests, one page", pool=1, decodes=2, late=True, led=True
+)
+LED_ALONE = World("led alone", "one of two decode ranks suspects", (1,), pool=1, decodes=2, suspect=1, led=True)
