@@ -17,7 +17,7 @@ HOLDING = {"H1", "H2", "H3", "H4", "H5", "H7", "H11", "H14", "H15", "H16", "H17"
 TELLING = {"N1", "N2", "N3", "N5", "N7", "N9", "N10"}
 ANSWERING = {"A1", "A2", "A3", "A4", "A5", "A6", "A7", "A9", "A10", "A11", "A13", "A14", "A15"}
 LANDING = {"L2", "L3", "L4", "L5", "L6", "L9", "L10"}
-MARKED = HOLDING | TELLING | ANSWERING | LANDING | {"R4"}
+MARKED = HOLDING | TELLING | ANSWERING | LANDING | {"H8", "R4"}
 
 DAMAGE = ("damage", "leaked", "commits", "every timer fires", "hears", "free again", "ends", "gives up", "frees")
 

@@ -59,3 +59,6 @@ LED = World(
     "led", "two decode ranks under one leader, two requests, one page", pool=1, decodes=2, late=True, led=True
 )
 LED_ALONE = World("led alone", "one of two decode ranks suspects", (1,), pool=1, decodes=2, suspect=1, led=True)
+LED_DIGEST = World(
+    "led digest", "a foreign writer at one of two ranks", (1,), pool=1, decodes=2, digest=True, stray=1, led=True
+)

@@ -48,3 +48,15 @@ def h8_silent(self: RankLender, transfer: Any, cause: str) -> Any:
     if transfer.cause is None:
         transfer.cause = cause
     return []
+
+
+@mutant(
+    "H8 foreign",
+    "H8 H15",
+    "a foreign writer that one rank found is not told",
+    arenas.LED_DIGEST,
+    (RankLender, "on"),
+    live=True,
+)
+def h8_foreign(self: RankLender, event: Any) -> Any:
+    return Lender.on(self, event)
