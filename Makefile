@@ -20,7 +20,7 @@ SUITABLE = import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for name in python3 python python3.11 python3.12 python3.13 python3.14; do \
 	if $$name -c '$(SUITABLE)' >/dev/null 2>&1; then command -v $$name; break; fi; done)
 
-.PHONY: help setup serve test quick soak soak-router bench bench-core lint format lock clean
+.PHONY: help setup serve test quick soak soak-sim soak-router bench bench-core lint format lock clean
 help: ## show this
 	@awk -F ' ## ' '/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@printf '%s\n' '' \
@@ -75,6 +75,9 @@ soak: $(TESTING) ## ten rounds of the crash matrix over real processes (about ha
 
 soak-router: $(TESTING) ## 50,000 fake rooms, half handshakes and garbage, then 1,000 streams that leave at once
 	@PYTHONPATH=tests $(BIN)/python -m e2e.floods
+
+soak-sim: $(TESTING) ## simulate fresh seeds for as long as MINUTES says (60)
+	@$(BIN)/quiesce sim --minutes $(or $(MINUTES),60) $(ARGS)
 
 bench: $(TESTING) ## measure the engine beside transformers, start-up and latency (wants a quiet machine)
 	@$(BIN)/python -m bench.run $(ARGS)

@@ -315,6 +315,41 @@ def conformance(
     return command(engine, list(check), as_json=json)
 
 
+@app.command(sort_key=8)
+def sim(
+    *,
+    seed: Annotated[int | None, Parameter(help="The first seed; without it seeds are drawn at random.")] = None,
+    minutes: Annotated[float | None, Parameter(help="How long to go on (one minute where nothing is said).")] = None,
+    seeds: Annotated[int | None, Parameter(help="How many seeds.")] = None,
+    requests: Annotated[int, Parameter(help="Requests of each seed.")] = 200,
+    mutant: Annotated[
+        str | None, Parameter(help="Remove one guard, by the name of its mutant, and look for the damage; or `all`.")
+    ] = None,
+    damage: Annotated[
+        bool, Parameter(negative="", help="Report a rule only when bytes are where they must not be, not before.")
+    ] = False,
+) -> int:
+    """Simulate whole clusters on a virtual clock: the code that serves, between modelled networks and engines.
+
+    A seed decides everything: pools, faults, requests. One that breaks a rule is made smaller, told as a story, and
+    can be run again with `--seed`. Exit code 1 when a rule is broken or a mutant survives.
+
+    Examples
+    --------
+    quiesce sim --minutes 5
+
+    quiesce sim --seed 42
+
+    quiesce sim --mutant H11 --damage
+    """
+    from quiesce.lab.sim.command import UnknownMutant, run  # noqa: PLC0415  (only the command line sees the lab)
+
+    try:
+        return run(seed=seed, minutes=minutes, seeds=seeds, requests=requests, mutant=mutant, damage=damage)
+    except UnknownMutant as error:
+        raise SettingsError(str(error)) from error
+
+
 @app.command(sort_key=9)
 def version() -> int:
     """Print the version."""

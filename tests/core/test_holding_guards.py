@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from core_rig import GENERATION, LATER_P, P1, PAGES, TOKENS, BorrowerRig, D, LenderRig, P, messages, only, sent
 
-from quiesce.core.borrower import LenderGone, Outcome
+from quiesce.core.borrower import DrainSaid, LenderGone, Outcome
 from quiesce.core.ledger import Ledger, LedgerError
 from quiesce.core.lender import NotRevoked, PeerLost, Revoked, State, Verified
 from quiesce.core.machine import Action, Arm, Closed, Committed, Lost, Revoke, Timer
@@ -301,6 +301,20 @@ def test_h14_source_pages_under_an_unknown_post_wait_for_the_lender(permit: str)
         rig.closed_set(high=1)
     else:
         rig.borrower.on(LenderGone(D))
+    assert rig.ledger.census().free == 12
+
+
+def test_h14_source_pages_in_doubt_are_reported_as_retained():
+    """They may be held for as long as the lender has no proof either: an operator must see them, and a drained
+    connection must still give them back."""
+    rig = BorrowerRig()
+    leg, (post,) = rig.posting()
+    rig.abort(leg)
+    assert rig.ledger.census().held == PAGES, "the post may still end well"
+    rig.ended(post, Outcome.UNKNOWN)
+    census = rig.ledger.census()
+    assert (census.held, census.retained) == (0, PAGES)
+    rig.borrower.on(DrainSaid(leg, True))
     assert rig.ledger.census().free == 12
 
 

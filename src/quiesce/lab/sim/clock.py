@@ -37,12 +37,12 @@ class LocalClock:
     """What one process reads: true time, scaled and shifted."""
 
     def __init__(self, loop: Loop, rate: float = 1.0, offset: float = 0.0) -> None:
-        self._loop = loop
+        self.loop = loop
         self.rate = rate
         self.offset = offset
 
     def monotonic(self) -> float:
-        return self.offset + self.rate * self._loop.now
+        return self.offset + self.rate * self.loop.now
 
     def true(self, local: float) -> float:
         """When this clock will read `local`."""
@@ -56,7 +56,7 @@ class SimTime:
         self.current = clock
 
     def monotonic(self) -> float:
-        return self.current.monotonic()
+        clock = self.current
+        return clock.offset + clock.rate * clock.loop.now
 
-    def time(self) -> float:
-        return self.current.monotonic()
+    time = monotonic

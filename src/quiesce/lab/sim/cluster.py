@@ -7,14 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from quiesce.core.lending import Transfer
 from quiesce.core.messages import Exited, TransferId
 from quiesce.lab.sim.clock import LocalClock, Loop, SimTime
+from quiesce.lab.sim.gauge import Gauge
 from quiesce.lab.sim.network import Network
 from quiesce.lab.sim.nic import Flight, Nic
 from quiesce.lab.sim.process import Process
 from quiesce.lab.sim.router import SimRouter
-from quiesce.lab.sim.world import Fault, World
+from quiesce.lab.sim.world import Fault, Noise, World
 
+BLAMELESS = ("answered", "400", "499", "503", "504")  # refused, gone, overloaded, late
 STARTS = 0.5  # seconds that a process needs to start again
 FULL_CHECK = 997  # turns between two looks at every page
 
@@ -56,6 +59,7 @@ class Cluster:
         self.graves: list[Process] = []
         self.restarts: dict[str, int] = {}
         self.exits = 0
+        self.held, self.owned = Gauge(), Gauge()  # pages of all decode workers
         self.told: Callable[..., None] | None = None  # for the story
         self.router = SimRouter(
             self.loop,
@@ -125,6 +129,16 @@ class Cluster:
         message = Exited(process.name, process.epoch)
         dispatcher._apply(dispatcher.registry.on_exited(message, "supervisor", self.router.clock.monotonic()))
 
+    def measure(self) -> None:
+        held = owned = 0
+        for process in self.processes.values():
+            if process.alive and not process.prefill:
+                census = process.worker.ledger.census()
+                held += census.held + census.retained
+                owned += census.owned
+        self.held.set(held, self.loop.now)
+        self.owned.set(owned, self.loop.now)
+
     # ------------------------------------------------------------ what befalls it
 
     def befall(self, fault: Fault) -> None:
@@ -167,31 +181,46 @@ class Cluster:
         if self.first_broken is None:
             self.first_broken = Broken(rule, self.loop.now, who.name, tid, other, page, detail)
 
-    def _damage(self, kind: str, flight: Flight, page: int) -> None:
-        lender = self.nic.transports[flight.conn.lender].party
+    def _damage(self, kind: str, flight: Flight, page: int) -> bool:
+        """A byte goes where it must not. Into or out of a page that is free it is no damage yet, only about to be."""
+        tid, place = flight.leg.tid, self.nic.transports[flight.conn.lender].party
         if kind == "leak":
-            owner = flight.conn.owner
-            other = owner.owners.get(page)
-            self.broken("no post sends bytes of another request's source page", owner, flight.leg.tid, other, page)
-            return
-        other = lender.owners.get(page)
-        if other is None:
-            if self.strict:
-                self.broken("no byte of a transfer lands in a page that is free", lender, flight.leg.tid, None, page)
-        elif other != flight.leg.tid:
-            rule = "no byte of a transfer lands in a page that another owns"
-            self.broken(rule, lender, flight.leg.tid, other, page)
-        elif self.strict:
+            place, rule = flight.conn.owner, "no post sends bytes of another request's source page"
+        elif place.owners.get(page) == tid:
             rule = "no byte lands under a lease that is closed"
-            self.broken(rule, lender, flight.leg.tid, other, page)
+        else:
+            rule = "no byte of a transfer lands in a page that another owns"
+        other = place.owners.get(page)
+        if other in (None, tid) and not self.strict:
+            return False
+        self.broken(rule, place, tid, None if other == tid else other, page)
+        return True
 
     # ------------------------------------------------------------ the end
+
+    def give_up(self) -> None:
+        """It should have been over by now."""
+        tid = next((t.tid for p in self.processes.values() if not p.prefill for t in provable(p)), None)
+        for process in self.processes.values():
+            if tid is None and process.alive:
+                tid = next((lease.key.tid for lease in process.worker.ledger.open_leases()), None)
+        detail = "; ".join(self.unsettled()[:5])
+        self.broken("everything ends, and every page comes back", self.router, tid, detail=detail)
 
     def quiet(self) -> bool:
         """Nothing is asked, running or held any more."""
         if self.router.open or any(client.req.at > self.loop.now for client in self.router.clients):
             return False
         return len(self.router.clients) == len(self.world.requests) and not self.unsettled()
+
+    def judge(self) -> None:
+        """Where nothing went wrong, nobody may be told that something did."""
+        world = self.world
+        if world.faults or world.noise != Noise(delay=world.noise.delay, ordered=world.noise.ordered):
+            return
+        failed = {status: n for status, n in self.router.outcomes.items() if status not in BLAMELESS}
+        if failed:
+            self.broken("without a fault nothing fails", self.router, detail=str(failed))
 
     def unsettled(self) -> list[str]:
         """What is not as it must be at the end, a line each. Retained pages are reported, not unsettled."""
@@ -227,9 +256,26 @@ def left(process: Process) -> list[str]:
         if records or worker.queue or worker.posts or worker.by_leg or worker.jobs or worker.by_tid:
             lines.append(f"{len(records)} records, {len(worker.queue)} queued, {len(worker.posts)} posts")
     else:
+        lines += [f"{t.tid} is held, and a proof was to be had" for t in provable(process)]
         generation = worker.generation
         if worker.waiting or generation.by_tid or generation.sequences or generation.retracted or worker.revoking:
             lines.append(f"{len(worker.waiting)} waiting, {len(generation.by_tid)} admitted, {worker.revoking}")
         if generation.promises.promised:
             lines.append(f"{generation.promises.promised} pages promised to nobody")
     return lines
+
+
+def provable(process: Process) -> list[Transfer]:
+    """Holds of a decode worker for which there is a proof: a fence, or a peer that lives and has nothing in doubt."""
+    found, cluster = [], process.cluster
+    for transfer in process.worker.lender.transfers.values():
+        for peer in transfer.published.values():
+            leg = peer.offer.leg
+            prefill = cluster.nic.parties.get(leg.p_epoch)
+            if peer.proven or (prefill is not None and not prefill.alive and cluster.world.fencing == "none"):
+                continue
+            record = None if prefill is None else prefill.worker.borrower.record(leg)
+            doubt = record is not None and record.tainted and not cluster.world.drains
+            if cluster.world.fencing != "none" or not doubt:
+                found.append(transfer)
+    return found

@@ -57,6 +57,22 @@ class Nothing:
         return lambda *arguments, **named: None
 
 
+class NoGrammars:
+    """As `roles.compiling.Compiler`, where no request has a grammar."""
+
+    def __init__(self, grammars: Any) -> None:
+        pass
+
+    def fileno(self) -> int:
+        return -1
+
+    def failures(self) -> list[tuple[str, str]]:
+        return []
+
+    def stop(self) -> None:
+        pass
+
+
 def _modules(*packages: Any) -> Iterator[Any]:
     """Those that are loaded: a builder of sockets that nobody imports needs no clock of ours."""
     for package in packages:
@@ -66,19 +82,23 @@ def _modules(*packages: Any) -> Iterator[Any]:
                 yield importlib.import_module(name)
 
 
-def _changes(clock: SimTime, rng: random.Random, net: Network, router_loop: Any) -> Iterator[Change]:
+def _changes(
+    clock: SimTime, rng: random.Random, net: Network, router_loop: Any, fence_poll: float
+) -> Iterator[Change]:
     chance = Chance(rng)
     for module in _modules(quiesce.roles, quiesce.router):
         for name, real, model in (("time", time, clock), ("secrets", secrets, chance)):
             if getattr(module, name, None) is real:
                 yield Change(module, name, model)
     now = clock.monotonic
+    yield Change(decode, "FENCE_POLL", fence_poll)
     yield Change(worker, "zmq", SimpleNamespace(Context=Nothing, Poller=Nothing, POLLIN=0))
     yield Change(worker, "KeyPair", SimpleNamespace(load=lambda path: SimKeys(Path(path).stem)))
     yield Change(worker, "KeyRing", lambda path: None)
     yield Change(worker, "start_authenticator", lambda context, ring: Nothing())
     yield Change(worker, "Listener", lambda context, bind, keys: SimListener(net, bind, keys))
     yield Change(worker, "EngineThread", SimThread)
+    yield Change(worker, "Compiler", NoGrammars)
     yield Change(worker, "Timers", functools.partial(Timers, now=now))
     yield Change(worker, "Delays", functools.partial(Delays, jitter=rng.random))
     yield Change(worker, "Holds", functools.partial(Holds, clock=now))
@@ -91,9 +111,10 @@ def _changes(clock: SimTime, rng: random.Random, net: Network, router_loop: Any)
 
 
 @contextmanager
-def edges(clock: SimTime, rng: random.Random, net: Network, router_loop: Any) -> Iterator[None]:
+def edges(clock: SimTime, rng: random.Random, net: Network, router_loop: Any, fence_poll: float) -> Iterator[None]:
+    """`fence_poll`: seconds between two looks whether a fence was had; a real worker looks more often."""
     with ExitStack() as stack:
-        for change in list(_changes(clock, rng, net, router_loop)):
+        for change in list(_changes(clock, rng, net, router_loop, fence_poll)):
             stack.enter_context(change.made())
         before = logging.root.manager.disable
         logging.disable(logging.CRITICAL)

@@ -56,6 +56,7 @@ class SimEngine:
     """What a worker asks of its engine, without a model."""
 
     eos_ids: tuple[int, ...] = ()
+    grammars = None
 
     def __init__(self, world: World, pages: int) -> None:
         self.memory = Memory(pages)
@@ -86,7 +87,7 @@ class SimThread:
         self._done: deque[StepEnd] = deque()
         self.plan: Callable[[], list[Any]]
         self.later: Callable[[float, Callable[[], None]], None]
-        self.owner: Callable[[int], Any]
+        self.foreign: Callable[[int, Any], bool]
         self.broken: Callable[..., None]
         self.rng: random.Random
         self.world: World
@@ -117,7 +118,7 @@ class SimThread:
             last = row.start + len(row.tokens)
             for place in range(row.start // size, -(-last // size)):
                 page = row.pages[place]
-                if self.owner(page) != sequence.tid:
+                if self.foreign(page, sequence.tid):
                     self.broken("step", sequence.tid, page)
                     return
                 if place * size >= row.start:

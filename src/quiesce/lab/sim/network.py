@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 CONNECT = 0.002  # seconds
 RETRY = 0.1
 BREAK = 0.002  # until a peer's death is noticed at the other end of a connection
-FAST = 0.0005
 
 
 class Owner:
@@ -216,7 +215,7 @@ class SimLink:
         listener = self.connected
         other = self.owner.name if listener is None or source != self.owner.name else listener.owner.name
         begin = self.net.healed_at(source, other)
-        self.fifo = max(self.fifo, begin + FAST * (0.5 + self.net.rng.random()))
+        self.fifo = max(self.fifo, begin + self.net.noise.ordered * (0.5 + self.net.rng.random()))
         return self.fifo
 
     def send(self, message: Wire) -> bool:

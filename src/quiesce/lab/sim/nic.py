@@ -16,7 +16,7 @@ from quiesce.core.posting import Outcome
 from quiesce.lab.sim.clock import Loop
 from quiesce.lab.sim.engine import Memory
 from quiesce.lab.sim.world import World
-from quiesce.transfer.interface import Capabilities, FenceProof, Peer, PeerLost, Post, Region
+from quiesce.transfer.interface import Access, Capabilities, FenceProof, Peer, PeerLost, Post, Region, Transport
 
 ATTACH = 0.005  # seconds until a mover that starts has attached
 DIES = 0.004  # until a kill has ended it
@@ -75,13 +75,15 @@ class Record:
     dead_through: int = 0
     attached: bool = False
     refusing_until: float = -1.0
+    grants: dict[int, set[int]] = field(default_factory=dict)  # by generation, where pages are checked
 
 
 class Nic:
-    """Every NIC of the cluster. `damage(kind, flight, page)` hears of every byte that lands where it must not."""
+    """Every NIC of the cluster. `damage(kind, flight, page)` hears of every byte that lands where it must not, and
+    says whether that breaks a rule."""
 
     def __init__(
-        self, loop: Loop, world: World, rng: random.Random, damage: Callable[[str, Flight, int], None]
+        self, loop: Loop, world: World, rng: random.Random, damage: Callable[[str, Flight, int], bool]
     ) -> None:
         self.loop = loop
         self.world = world
@@ -167,8 +169,10 @@ class Nic:
             takes += rng.expovariate(1.0) * self.world.hold_timeout
         done = conn.free_at = max(conn.free_at, loop.now) + takes
         fate = rng.random()
+        self._say("posted", flight)
         if fate < noise.raised:
             flight.loose = flight.told = True
+            self._say("raised", flight)
             self._late(flight, done)
             raise ConnectionError("the transfer engine lost its handle")
         fate -= noise.raised
@@ -196,17 +200,21 @@ class Nic:
     def _placed(self, flight: Flight) -> None:
         if flight.over:
             return
-        if self._refused(flight):
+        if self.refused(flight):
             self.finish(flight, Outcome.FAILED_CLEAN)
             return
         self.land(flight, 2 * len(flight.source))
         self.finish(flight, Outcome.PLACED)
 
-    def _refused(self, flight: Flight) -> bool:
-        """At the target, by its generation: what a fence has revoked lands no more."""
+    def refused(self, flight: Flight) -> bool:
+        """At the target, by its generation and, where pages are checked, by its grant."""
         lender = self.transports[flight.conn.lender]
         record = lender.records.get(flight.leg.p_epoch)
-        return not lender.party.alive or record is None or flight.generation <= record.dead_through
+        if not lender.party.alive or record is None or flight.generation <= record.dead_through:
+            return True
+        return self.world.fencing == "page" and not record.grants.get(flight.generation, set()).issuperset(
+            flight.target
+        )
 
     def finish(self, flight: Flight, outcome: Outcome) -> None:
         self._over(flight)
@@ -218,6 +226,10 @@ class Nic:
             flight.conn.flights.pop(flight, None)
             self._landing_ends(flight)
 
+    def _say(self, what: str, flight: Flight, detail: Any = None) -> None:
+        if self.said is not None:
+            self.said(what, flight, detail)
+
     def _landing_ends(self, flight: Flight) -> None:
         self.flying[flight.leg] -= 1
         if not self.flying[flight.leg]:
@@ -227,6 +239,7 @@ class Nic:
         if flight.told:
             return
         flight.told = True
+        self._say("told", flight, outcome)
         flight.loose = outcome is Outcome.UNKNOWN
         owner = flight.conn.owner
         if owner.alive:
@@ -239,39 +252,38 @@ class Nic:
             return False
         transport = self.transports[leg.p_epoch]
         return any(
-            flight.leg == leg and not self._refused(flight)
+            flight.leg == leg and not self.refused(flight)
             for conn in transport.conns.values()
             for flight in conn.flights
         )
 
     def land(self, flight: Flight, upto: int) -> None:
         """Halves of pages up to `upto` are written, out of what the source holds at this moment."""
-        if flight.over or upto <= flight.landed or self._refused(flight):
+        if flight.over or upto <= flight.landed or self.refused(flight):
             return
         lender, sender = self.transports[flight.conn.lender].party, flight.conn.owner
         tid = flight.leg.tid
         self.landings += 1
+        self._say("lands", flight)
         if not lender.lends(flight.leg):
             page = flight.target[flight.landed // 2]
             self.damage("land", flight, page)
         for half in range(flight.landed, upto):
             place = half // 2
             page, source = flight.target[place], flight.source[place]
-            if lender.owners.get(page) != tid:
-                self.damage("land", flight, page)
+            if lender.owners.get(page) != tid and self.damage("land", flight, page):
                 return
             if flight.copy is not None:
                 tag = flight.copy[place][half % 2]
             else:
-                if sender.owners.get(source) != tid:
-                    self.damage("leak", flight, source)
+                if sender.owners.get(source) != tid and self.damage("leak", flight, source):
                     return
                 tag = (sender.memory.right if half % 2 else sender.memory.left)[source]
             (lender.memory.right if half % 2 else lender.memory.left)[page] = tag
         flight.landed = upto
 
 
-class SimTransport:
+class SimTransport(Transport):
     """As `transfer.interface.Transport`, for one process, both sides of it."""
 
     def __init__(self, nic: Nic, party: Any) -> None:
@@ -280,7 +292,7 @@ class SimTransport:
         kind = nic.world.fencing
         self.caps = Capabilities(
             "sim", True, False, True, False, False, False, False, "flush" if nic.world.drains else "none",
-            kind, "us" if kind == "page" else "disrupts_peer" if kind == "death" else "none", "visible",
+            kind, "disrupts_peer" if kind == "death" else "none" if kind == "none" else "us", "visible",
         )  # fmt: skip
         self.records: dict[int, Record] = {}  # lender: by poster's epoch
         self.conns: dict[int, Conn] = {}  # poster: by lender's epoch
@@ -302,7 +314,7 @@ class SimTransport:
     def close_all(self) -> None:
         pass
 
-    def descriptor(self) -> bytes:
+    def descriptor(self, peer_epoch: int | None = None) -> bytes:
         return b"%d" % self.party.epoch
 
     def consume_barrier(self, pages: Sequence[int]) -> None:
@@ -322,17 +334,39 @@ class SimTransport:
         record = self.records.get(peer_epoch)
         return record.generation if record is not None and record.attached else None
 
-    def fence(self, peer_epoch: int, generation: int | None = None) -> FenceProof | None:
+    def lend(
+        self, peer_epoch: int, pages: Sequence[int], *, access: Access = "write", generation: int | None = None
+    ) -> int | None:
+        record = self.records.get(peer_epoch)
+        if record is None or not record.attached:
+            return None
+        if self.nic.world.fencing == "page":
+            self.newest += 1
+            record.generation = self.newest
+            record.grants[record.generation] = set(pages)
+        return record.generation
+
+    def withdraw(self, peer_epoch: int, generation: int) -> None:
+        record = self.records.get(peer_epoch)
+        if record is not None:
+            record.grants.pop(generation, None)
+
+    def fence(
+        self, peer_epoch: int, generation: int | None = None, pages: frozenset[int] | None = None
+    ) -> FenceProof | None:
         record, nic = self.records.get(peer_epoch), self.nic
         kind = nic.world.fencing
         if record is None or kind == "none":
             return None
         wanted = record.generation if generation is None else generation
-        if wanted > record.generation:
+        if wanted > record.generation or (wanted > record.dead_through and self._refuses(record)):
             return None
+        if kind == "page":
+            for number in [number for number in record.grants if number <= wanted]:
+                record.grants[number] -= record.grants[number] if pages is None else pages
+            self._end_refused(peer_epoch)
+            return FenceProof("fenced", peer_epoch, wanted, pages)
         if wanted > record.dead_through:
-            if self._refuses(record):
-                return None
             if kind == "death":
                 nic.loop.after(DIES * (0.5 + nic.rng.random()), nic.kill_mover, peer_epoch, "mover was killed")
                 record.attached = False
@@ -353,9 +387,13 @@ class SimTransport:
         if wanted == record.generation and record.attached:
             self.newest += 1
             record.generation = self.newest
+        self._end_refused(peer)
+
+    def _end_refused(self, peer: int) -> None:
+        """What a fence has refused ends clean at its poster."""
         conn = self.nic.transports[peer].conns.get(self.party.epoch)
         for flight in list(conn.flights) if conn is not None else ():
-            if flight.generation <= wanted:
+            if self.nic.refused(flight):
                 self.nic.loop.after(0.001, self.nic.finish, flight, Outcome.FAILED_CLEAN)
 
     def gone(self, peer_epoch: int) -> FenceProof | None:
@@ -369,6 +407,7 @@ class SimTransport:
         if poster.party.alive or (conn is not None and conn.flights):
             return None
         record.attached, record.dead_through = False, record.generation
+        record.grants.clear()
         return FenceProof("gone", peer_epoch, record.generation)
 
     # ------------------------------------------------------------ the poster's side

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quiesce.core.machine import Action, Committed, Post
-from quiesce.core.messages import Leg, TransferId
+from quiesce.channel.frames import Received
+from quiesce.core.machine import Action, Committed, Post, Send
+from quiesce.core.messages import Abort, Leg, TransferId
 from quiesce.lab.sim.clock import LocalClock
 from quiesce.lab.sim.edges import REGISTRY
 from quiesce.lab.sim.engine import Memory, SimEngine
@@ -23,17 +24,33 @@ from quiesce.roles.worker import LONGEST_WAIT
 if TYPE_CHECKING:
     from quiesce.lab.sim.cluster import Cluster
 
-TURN = 0.0005  # seconds until a loop that was woken looks
+TURN = 0.002  # seconds until a loop that was woken looks
 
 
 class SimPrefill(PrefillWorker):
     """Tells the model which transfer a post is about; a transport need not know."""
 
+    said: Leg | None = None
+    unanswered: Callable[[TransferId], None]
+
     def act(self, action: Action) -> None:
         if isinstance(action, Post):
             assert isinstance(self.transport, SimTransport)
             self.transport.leg = action.leg
+        if isinstance(action, Send):
+            self.said = action.message.leg
         super().act(action)
+
+    def heard(self, received: Received) -> None:
+        """Whoever is asked by ABORT answers at once, be it that it cannot say yet (guards A3, N8)."""
+        message = received.message
+        self.said = None
+        super().heard(received)
+        if isinstance(message, Abort) and message.leg.p_epoch == self.epoch and self.said != message.leg:
+            speaker = self.peers.speaker(received)
+            known = speaker in self.borrower.lenders and self.borrower.known < 2 * self.borrower.max_records
+            if known and speaker == message.leg.tid.epoch:
+                self.unanswered(message.leg.tid)
 
 
 class SimDecode(DecodeWorker):
@@ -54,6 +71,7 @@ class Process(Owner):
         self.epoch = epoch
         self.clock = clock
         self.alive = True
+        self.life = cluster.restarts.get(name, 1)
         self.paused_until = 0.0
         self._wake = 0  # the newest of its plans to look; others are void
         self._wake_at = float("inf")
@@ -68,9 +86,13 @@ class Process(Owner):
         role: Any = SimPrefill if self.prefill else SimDecode
         self.worker: Any = role(self._settings(), self.engine, self.transport)
         self.worker.transport = self.transport
-        if not self.prefill:
+        if self.prefill:
+            self.worker.unanswered = lambda tid: self._broken("whoever hears ABORT answers it", tid)
+            self.worker.borrower.max_records = world.records
+        else:
             self.worker.committed = self._committed
         self.shadow = Shadow(self.worker.ledger, self.memory, cluster.nic.may_land, self._broken, cluster.strict)
+        self.shadow.rows_of_running = world.max_running
         self.owners = self.shadow.owners
         self._engine_thread()
         self.wake()
@@ -103,9 +125,14 @@ class Process(Owner):
         thread, cluster = self.worker.thread, self.cluster
         thread.plan = lambda: self.worker.batch.under_way
         thread.later = self._step_ends
-        thread.owner = self.owners.get
+        thread.foreign = self._foreign
         thread.broken = self._read_broken
         thread.rng, thread.world = cluster.engine_rng, cluster.world
+
+    def _foreign(self, page: int, tid: TransferId) -> bool:
+        """A step of this request must not write here."""
+        owner = self.owners.get(page)
+        return owner != tid and (owner is not None or self.cluster.strict)
 
     def _step_ends(self, seconds: float, end: Callable[[], None]) -> None:
         def ended() -> None:
@@ -145,7 +172,11 @@ class Process(Owner):
         except AssertionError as error:
             self.cluster.broken("no machine raises", self, detail=repr(error))
             return
-        self.shadow.check()
+        if self.shadow.changed:
+            self.shadow.check()
+            self.cluster.measure()
+            if self.prefill and worker.borrower.known > 2 * self.cluster.world.records:
+                self._broken("what a prefill engine remembers is bounded", None)
         if worker.faults or worker.ledger.faults:
             self.cluster.broken("no machine raises", self, detail=repr(list(worker.ledger.faults)))
         if over:
@@ -179,7 +210,7 @@ class Process(Owner):
             "read": "whoever reads a page finds its own bytes there",
             "step": "no step of an engine writes into a page that is not its request's any more",
         }[kind]
-        self.cluster.broken(rule, self, tid, page=page)
+        self.cluster.broken(rule, self, tid, self.owners.get(page), page)
 
     def _committed(self, tid: TransferId, result: Any) -> None:
         sequence: Sequence | None = self.worker.generation.sequences.get(tid)

@@ -8,46 +8,11 @@ from dataclasses import dataclass, field
 
 from quiesce.lab.sim.cluster import FULL_CHECK, Broken, Cluster
 from quiesce.lab.sim.edges import edges
+from quiesce.lab.sim.gauge import Gauge
 from quiesce.lab.sim.world import World, world_of
 
 LOOK = 0.1  # virtual seconds between two looks whether it is over
 SETTLES = 90.0  # seconds after the last request within which everything must be settled
-
-
-class Gauge:
-    """A number over virtual time: how long it had each value."""
-
-    def __init__(self) -> None:
-        self.value = 0
-        self.since = 0.0
-        self.seconds: Counter[int] = Counter()
-
-    def set(self, value: int, now: float) -> None:
-        if value != self.value:
-            self.seconds[self.value] += now - self.since  # type: ignore[assignment]
-            self.value, self.since = value, now
-
-    def end(self, now: float) -> None:
-        self.seconds[self.value] += now - self.since  # type: ignore[assignment]
-        self.since = now
-
-    @property
-    def mean(self) -> float:
-        total = sum(self.seconds.values())
-        return sum(value * spent for value, spent in self.seconds.items()) / total if total else 0.0
-
-    def quantile(self, share: float) -> int:
-        """The value that it did not exceed for that share of the time."""
-        total, seen = sum(self.seconds.values()), 0.0
-        for value in sorted(self.seconds):
-            seen += self.seconds[value]
-            if seen >= share * total:
-                return value
-        return 0
-
-    @property
-    def most(self) -> int:
-        return max(self.seconds, default=0)
 
 
 @dataclass
@@ -78,7 +43,9 @@ def simulate(world: World, *, strict: bool = True, watch: Cluster | None = None)
     cluster = watch or Cluster(world, strict)
     began = time.process_time()
     report = SimReport(world)
-    with edges(cluster.time, cluster.chance, cluster.net, cluster.router.asyncio):
+    cluster.held, cluster.owned = report.held, report.owned
+    poll = 0.25 if world.fencing == "none" else 0.02
+    with edges(cluster.time, cluster.chance, cluster.net, cluster.router.asyncio, poll):
         cluster.start()
         _run(cluster, report)
     report.spent = time.process_time() - began
@@ -96,28 +63,15 @@ def _run(cluster: Cluster, report: SimReport) -> None:
             for process in cluster.processes.values():
                 if process.alive:
                     process.shadow.check_all()
-        _measure(cluster, report)
         if loop.now >= look:
             look = loop.now + LOOK
             if cluster.quiet():
+                cluster.judge()
                 break
             if loop.now > last + SETTLES + max(req.timeout for req in world.requests):
-                cluster.broken("everything ends, and every page comes back", cluster.router,
-                               detail="; ".join(cluster.unsettled()[:5]))  # fmt: skip
+                cluster.give_up()
     report.broken = cluster.first_broken
     report.seconds = loop.now
-
-
-def _measure(cluster: Cluster, report: SimReport) -> None:
-    held = owned = 0
-    for process in cluster.processes.values():
-        if not process.prefill and process.alive:
-            counts = process.worker.ledger._pages_in
-            held += counts["held"] + counts["retained"]
-            owned += counts["owned"]
-    now = cluster.loop.now
-    report.held.set(held, now)
-    report.owned.set(owned, now)
 
 
 def _count(cluster: Cluster, report: SimReport) -> None:

@@ -40,6 +40,8 @@ class Shadow:
         self.leases: dict[LeaseKey, Lease] = {}
         self.sizes: dict[TransferId, int] = {}
         self.ended: set[TransferId] = set()
+        self.rows_of_running = 0
+        self.changed = False  # since the last look
         self.observed: Callable[[str, TransferId, Any, Any], None] | None = None  # for the story
         ledger.observe = self.observe
 
@@ -51,6 +53,7 @@ class Shadow:
         lease: Lease | None = None,
         closed_by: Proof | Waiver | None = None,
     ) -> None:
+        self.changed = True
         self.next(event, tid, pages, lease, closed_by)
         if self.observed is not None:
             self.observed(event, tid, pages, lease if closed_by is None else closed_by)
@@ -104,6 +107,7 @@ class Shadow:
 
     def check(self) -> None:
         """What must hold after every event, from counters alone."""
+        self.changed = False
         ledger = self.ledger
         census = ledger.census()
         if census.free + census.owned + census.cached + census.held + census.retained != census.total:
@@ -114,11 +118,16 @@ class Shadow:
             self.broken("every lease ever opened is open or was closed by exactly one proof", None)
         if census.rows_free + len(self.sizes) != census.rows_total:
             self.broken("no row is free, and none is shared, while it belongs to a transfer", None)
+        running = len(self.sizes) - len(self.ended)
+        if not census.rows_free and running < self.rows_of_running and len(self.ended) < self.rows_of_running:
+            self.broken("holds take no row of running requests", None)
         if ledger.unsound:
             self.broken("a lease closes by a proof, never by an operator's wish or a timer", None)
 
     def check_all(self) -> None:
         """The checker's own rules, which look at every page."""
+        if bool(self.ledger.not_idle()) != bool(self.sizes):
+            self.broken("whoever asks whether the ledger is idle is told what is held", None)
         for rule, holds in LEDGER.items():
             if not holds(self.ledger):
                 self.broken(rule, None)

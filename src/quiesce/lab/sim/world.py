@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from quiesce.lab.sim.trace import shapes
 
-Fencing = Literal["death", "page", "none"]
+Fencing = Literal["death", "peer", "page", "none"]
+FENCES = {"death": "a mover's death", "peer": "a peer at once", "page": "pages of a grant", "none": "no fence"}
 FaultKind = Literal["crash", "pause", "partition", "storm", "stall", "mover"]
 
 
@@ -21,6 +22,7 @@ class Noise:
     late: float = 0.0
     lateness: float = 0.0  # seconds that a late message may take
     delay: float = 0.001  # of a message, seconds
+    ordered: float = 0.0005  # delay of what the router and workers say, seconds
     unknown: float = 0.0  # a post whose outcome nobody knows; what lands of it may land later
     failed: float = 0.0  # a post that fails clean, part of it placed
     raised: float = 0.0  # a post whose call raises after it was taken
@@ -82,6 +84,7 @@ class World:
     post_seconds: float = 0.001  # of a post, whatever its size
     hold_timeout: float = 3.0
     max_retained: float = 0.25
+    records: int = 4096  # transfers that a prefill engine remembers
     same_address: bool = True  # a worker that starts again is where its predecessor was
     supervised: bool = True  # the router is told of deaths
     skew: float = 0.0  # clocks run faster or slower by up to this share
@@ -92,7 +95,7 @@ class World:
 
     def about(self) -> str:
         """One line for people."""
-        fence = {"death": "a mover's death", "page": "pages", "none": "no fence"}[self.fencing]
+        fence = FENCES[self.fencing]
         sizes = f"{self.prefill_pages}/{self.decode_pages} pages of {self.page_size} tokens"
         faults = ", ".join(f"{kind} {n}" for kind, n in sorted(_count(self.faults).items())) or "no faults"
         return f"{self.prefills}P{self.decodes}D, {sizes}, {len(self.requests)} requests, fence: {fence}, {faults}"
@@ -143,11 +146,12 @@ def world_of(seed: int, requests: int = 200) -> World:
         conservativeness=rng.choice((0.0, 0.3, 1.0)),
         reserve=rng.choice(("early", "early", "late")),
         step=step,
-        fencing=rng.choice(("death", "death", "page", "none")),
+        fencing=rng.choice(("death", "death", "peer", "page", "none")),
         drains=rng.random() < 0.5,
         page_seconds=rng.choice((0.0001, 0.0005, 0.002)),
         hold_timeout=hold,
         max_retained=rng.choice((0.25, 0.5)),
+        records=4096 if calm else rng.choice((4096, 4096, 24, 8)),
         same_address=rng.random() < 0.7,
         supervised=rng.random() < 0.5,
         skew=0.0 if calm else rng.choice((0.0, 0.01, 0.1)),
@@ -166,6 +170,7 @@ def _noise(rng: random.Random) -> Noise:
         late=maybe(0.2),
         lateness=rng.choice((0.05, 0.5, 3.0)),
         delay=rng.choice((0.0005, 0.002, 0.02)),
+        ordered=rng.choice((0.0005, 0.0005, 0.01, 0.1)),
         unknown=maybe(0.05),
         failed=maybe(0.05),
         raised=maybe(0.02),
@@ -190,5 +195,4 @@ def _with_faults(world: World, rng: random.Random, until: float) -> World:
                 who = ()
             seconds = rng.choice((0.1, 0.5, 2.0, 6.0)) * (0.5 + rng.random())
             faults.append(Fault(rng.uniform(0.5, until), kind, who, seconds))
-    return World(**{**{f: getattr(world, f) for f in world.__dataclass_fields__}, "faults": tuple(
-        sorted(faults, key=lambda fault: fault.at))})  # fmt: skip
+    return replace(world, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
