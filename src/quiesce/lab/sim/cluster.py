@@ -10,6 +10,7 @@ from typing import Any
 from quiesce.core.lending import Transfer
 from quiesce.core.messages import Exited, TransferId
 from quiesce.lab.sim.clock import LocalClock, Loop, SimTime
+from quiesce.lab.sim.edges import Faults
 from quiesce.lab.sim.gauge import Gauge
 from quiesce.lab.sim.network import Network
 from quiesce.lab.sim.nic import Flight, Nic
@@ -54,6 +55,7 @@ class Cluster:
         self.nic = Nic(self.loop, world, random.Random(rng.random()), self._damage)
         self.clocks = {name: self._clock() for name in [*world.workers, "router"]}
         self.time = SimTime(self.clocks["router"])
+        self.faults = Faults()
         self.first_broken: Broken | None = None
         self.processes: dict[str, Process] = {}
         self.graves: list[Process] = []
@@ -258,8 +260,16 @@ def left(process: Process) -> list[str]:
     else:
         lines += [f"{t.tid} is held, and a proof was to be had" for t in provable(process)]
         generation = worker.generation
-        if worker.waiting or generation.by_tid or generation.sequences or generation.retracted or worker.revoking:
-            lines.append(f"{len(worker.waiting)} waiting, {len(generation.by_tid)} admitted, {worker.revoking}")
+        if (
+            worker.waiting
+            or generation.by_tid
+            or generation.sequences
+            or generation.retracted
+            or len(worker.revoking)
+        ):
+            lines.append(
+                f"{len(worker.waiting)} waiting, {len(generation.by_tid)} admitted, {len(worker.revoking)} fences asked"
+            )
         if generation.promises.promised:
             lines.append(f"{generation.promises.promised} pages promised to nobody")
     return lines

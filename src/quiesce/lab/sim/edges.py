@@ -27,7 +27,7 @@ from quiesce.lab.mutants.patch import Change
 from quiesce.lab.sim.clock import SimTime
 from quiesce.lab.sim.engine import SimThread
 from quiesce.lab.sim.network import Network, SimKeys, SimLink, SimListener
-from quiesce.roles import decode, prefill, prefill_peers, registration, worker
+from quiesce.roles import decode, prefill, prefill_peers, registration, revoking, worker
 from quiesce.roles.late import Asking, Turns
 from quiesce.roles.meters import Holds
 from quiesce.roles.ownership import OwnershipLog
@@ -57,6 +57,15 @@ class Nothing:
         return lambda *arguments, **named: None
 
 
+class Faults(Nothing):
+    """Stands where the worker's loop has its log: remembers the faults that the loop survives."""
+
+    last: BaseException | None = None
+
+    def exception(self, *said: Any, **more: Any) -> None:
+        self.last = sys.exc_info()[1]
+
+
 class NoGrammars:
     """As `roles.compiling.Compiler`, where no request has a grammar."""
 
@@ -83,7 +92,7 @@ def _modules(*packages: Any) -> Iterator[Any]:
 
 
 def _changes(
-    clock: SimTime, rng: random.Random, net: Network, router_loop: Any, fence_poll: float
+    clock: SimTime, rng: random.Random, net: Network, router_loop: Any, fence_poll: float, faults: Faults
 ) -> Iterator[Change]:
     chance = Chance(rng)
     for module in _modules(quiesce.roles, quiesce.router):
@@ -91,13 +100,14 @@ def _changes(
             if getattr(module, name, None) is real:
                 yield Change(module, name, model)
     now = clock.monotonic
-    yield Change(decode, "FENCE_POLL", fence_poll)
+    yield Change(revoking, "FENCE_POLL", fence_poll)
     yield Change(worker, "zmq", SimpleNamespace(Context=Nothing, Poller=Nothing, POLLIN=0))
     yield Change(worker, "KeyPair", SimpleNamespace(load=lambda path: SimKeys(Path(path).stem)))
     yield Change(worker, "KeyRing", lambda path: None)
     yield Change(worker, "start_authenticator", lambda context, ring: Nothing())
     yield Change(worker, "Listener", lambda context, bind, keys: SimListener(net, bind, keys))
     yield Change(worker, "EngineThread", SimThread)
+    yield Change(worker, "log", faults)
     yield Change(worker, "Compiler", NoGrammars)
     yield Change(worker, "Timers", functools.partial(Timers, now=now))
     yield Change(worker, "Delays", functools.partial(Delays, jitter=rng.random))
@@ -111,10 +121,12 @@ def _changes(
 
 
 @contextmanager
-def edges(clock: SimTime, rng: random.Random, net: Network, router_loop: Any, fence_poll: float) -> Iterator[None]:
+def edges(
+    clock: SimTime, rng: random.Random, net: Network, router_loop: Any, fence_poll: float, faults: Faults
+) -> Iterator[None]:
     """`fence_poll`: seconds between two looks whether a fence was had; a real worker looks more often."""
     with ExitStack() as stack:
-        for change in list(_changes(clock, rng, net, router_loop, fence_poll)):
+        for change in list(_changes(clock, rng, net, router_loop, fence_poll, faults)):
             stack.enter_context(change.made())
         before = logging.root.manager.disable
         logging.disable(logging.CRITICAL)

@@ -57,6 +57,7 @@ class SimEngine:
 
     eos_ids: tuple[int, ...] = ()
     grammars = None
+    native, how = False, "simulated"
 
     def __init__(self, world: World, pages: int) -> None:
         self.memory = Memory(pages)

@@ -19,6 +19,7 @@ from quiesce.core.lender import Lender, Transfer
 from quiesce.core.lender import State as Lending
 from quiesce.core.machine import Fired, Send, Timer
 from quiesce.core.messages import Abort
+from quiesce.core.pages import PagePool
 from quiesce.core.proofs import Borrowing, LeaseKey
 from quiesce.lab.mutants import MUTANTS as CHECKED
 from quiesce.lab.mutants.patch import Change
@@ -50,7 +51,11 @@ class SimMutant:
     def world(self, seed: int, requests: int) -> World:
         """The world in which a seed looks for it."""
         world = world_of(seed, requests)
-        return replace(world, noise=Noise(), faults=(), records=4096, chunk=world.page_size) if self.quiet else world
+        return (
+            replace(world, noise=Noise(), faults=(), records=4096, chunk=world.page_size, step=0.1)
+            if self.quiet
+            else world
+        )
 
     @contextmanager
     def made(self) -> Iterator[None]:
@@ -143,7 +148,9 @@ def d4_one(self: Lender, transfer: Transfer, event: Fired) -> list[Any]:
     return [Send(peer.offer.leg.p_epoch, peer.offer) for peer in transfer.published.values()] + self._again(transfer)
 
 
-mutant("D6", "D6", "holds take the rows of running requests", (worker, "ROW_SPARE"))(1)
+@mutant("D6", "D6", "holds take the rows of running requests", (worker, "PagePool"))
+def d6(count: int, name: str = "pages") -> PagePool:
+    return PagePool(count - worker.SPARE_ROWS if name == "rows" else count, name)
 
 
 @mutant("D7 bound", "D7", "what is remembered has no bound", (Borrower, "_unknown"))

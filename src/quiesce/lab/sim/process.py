@@ -117,8 +117,8 @@ class Process(Owner):
             schedule_conservativeness=world.conservativeness,
             reserve=world.reserve,
             hold_timeout=world.hold_timeout,
-            max_retained=world.max_retained,
             allow_unproven=True,
+            max_retained=world.max_retained,
         )
 
     def _engine_thread(self) -> None:
@@ -178,7 +178,9 @@ class Process(Owner):
             if self.prefill and worker.borrower.known > 2 * self.cluster.world.records:
                 self._broken("what a prefill engine remembers is bounded", None)
         if worker.faults or worker.ledger.faults:
-            self.cluster.broken("no machine raises", self, detail=repr(list(worker.ledger.faults)))
+            self.cluster.broken(
+                "no machine raises", self, detail=repr((self.cluster.faults.last, *worker.ledger.faults))
+            )
         if over:
             self.cluster.exited(self)
             return

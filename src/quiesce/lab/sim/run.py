@@ -45,7 +45,7 @@ def simulate(world: World, *, strict: bool = True, watch: Cluster | None = None)
     report = SimReport(world)
     cluster.held, cluster.owned = report.held, report.owned
     poll = 0.25 if world.fencing == "none" else 0.02
-    with edges(cluster.time, cluster.chance, cluster.net, cluster.router.asyncio, poll):
+    with edges(cluster.time, cluster.chance, cluster.net, cluster.router.asyncio, poll, cluster.faults):
         cluster.start()
         _run(cluster, report)
     report.spent = time.process_time() - began
