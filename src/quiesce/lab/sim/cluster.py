@@ -268,7 +268,7 @@ def left(process: Process) -> list[str]:
             or len(worker.revoking)
         ):
             lines.append(
-                f"{len(worker.waiting)} waiting, {len(generation.by_tid)} admitted, {len(worker.revoking)} fences asked"
+                f"{len(worker.waiting)} waiting, {len(generation.by_tid)} admitted, {len(worker.revoking)} fences"
             )
         if generation.promises.promised:
             lines.append(f"{generation.promises.promised} pages promised to nobody")
