@@ -110,6 +110,7 @@ class LedgerMachine(RuleBasedStateMachine):
         mine = set(holding.pages) if pages is None else set(pages)
         clash = kind is not Borrowing.FOREIGN and any(
             (kind in REMOTE_WRITERS) != (other.kind in REMOTE_WRITERS)
+            and Borrowing.RANKS not in (kind, other.kind)
             and (pages is None or theirs is None or mine & theirs)
             for other, (_, theirs) in holding.leases.items()
         )
