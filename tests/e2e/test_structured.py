@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import openai
 import pytest
 
+from e2e.conftest import QUICK, SIZES
 from e2e.product import Product
 from quiesce.api.structure import of_schema
 from quiesce.core.messages import Sampling
@@ -242,3 +245,64 @@ def test_a_named_call_streams_its_arguments(serve: Product, client: openai.OpenA
                   {"role": "tool", "tool_call_id": call.id, "content": "rain"}]  # fmt: skip
     answer = client.chat.completions.create(**body | {"messages": again, "tool_choice": "auto", "max_tokens": 5})
     assert answer.choices[0].finish_reason in ("length", "stop", "tool_calls")
+
+
+def test_scenario_f85_wishes_that_bind_one_token_do_not_fail_the_prefill_leg(serve: Product) -> None:
+    chat, completion = "/v1/chat/completions", "/v1/completions"
+    forced = {"tools": TOOLS[1:], "tool_choice": "required", "parallel_tool_calls": False}
+    for path, fields in [
+        (chat, {"min_tokens": 100, "max_tokens": 101}),
+        (chat, forced | {"n": 2}),
+        (chat, {"stop": ["e"], "n": 2, "max_tokens": 30}),
+        (chat, {"response_format": schema_format(SCHEMAS["flat"]), "logprobs": True, "top_logprobs": 2}),
+        (chat, {"max_tokens": 50, "max_completion_tokens": 5, "min_tokens": 5, "ignore_eos": True}),
+        (completion, {"n": 2, "best_of": 2, "max_tokens": 3}),
+    ]:
+        body = asked(serve, **fields)
+        if path == completion:
+            body["prompt"] = body.pop("messages")[0]["content"]
+        answer = serve.http.post(path, json=body)
+        assert answer.status_code == 200, (fields, answer.text)
+        assert len(answer.json()["choices"]) == fields.get("n", 1)
+        if "max_completion_tokens" in fields:
+            assert answer.json()["usage"]["completion_tokens"] == 5
+        streamed = serve.http.post(path, json=body | {"stream": True, "stream_options": {"include_usage": True}})
+        assert streamed.status_code == 200 and streamed.text.endswith("data: [DONE]\n\n"), streamed.text[-300:]
+    serve.check_idle(serve.boot)
+
+
+def test_scenario_b26_a_bad_tool_schema_pins_no_page(serve: Product) -> None:
+    before = {name: state["legs_started"] for name, state in serve.ledger().items()}
+    bad: Any = [{"type": "function", "function": {"name": "x", "parameters": {"type": "wibble"}}}]
+    for _ in range(20):
+        body = asked(serve, tools=bad, tool_choice="required")
+        answer = serve.http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 400 and "wibble" in answer.json()["error"]["message"]
+    assert {name: state["legs_started"] for name, state in serve.ledger().items()} == before
+
+
+def test_scenario_r103_an_answer_goes_on_at_another_worker_where_it_was_in_its_grammar(
+    tiny: Path, folder: Path
+) -> None:
+    slow = "([a-f]{2}-){60}[0-9]{4}"
+    with Product(tiny, folder, *SIZES, *QUICK, "--decode=2", "--deterministic") as two:
+        two.wait()
+        body = {"model": two.name, "prompt": [40, 41, 42], "max_tokens": 500, "temperature": 0, "regex": slow}
+        body |= {"stream": True}
+        alone = two.http.post("/v1/completions", json=body | {"stream": False}).json()["choices"][0]["text"]
+        assert re.fullmatch(slow, alone)
+        said, killed = "", False
+        with two.http.stream("POST", "/v1/completions", json=body, timeout=60) as stream:
+            for line in stream.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                said += event["choices"][0]["text"]
+                if len(said) > 20 and not killed:
+                    killed = True
+                    states = two.ledger().items()
+                    (busy,) = [state["pid"] for _, state in states if state["role"] == "decode" and state["legs"]]
+                    os.kill(busy, signal.SIGKILL)
+        assert said == alone, "no seam in the text"
+        assert two.metrics()["quiesce:router_failovers_total"] == 1
