@@ -12,11 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from quiesce.api.access import Key
 from quiesce.api.backend import Backend
 from quiesce.api.body import ClientGone, read_body
 from quiesce.api.errors import ApiError
 from quiesce.api.generate import Front, Generate
-from quiesce.api.guard import Guard
+from quiesce.api.guard import KEY, Guard
 from quiesce.api.pages import Model, Models
 from quiesce.api.parse import decode
 from quiesce.api.server import ERRORS, PROBE_SECONDS
@@ -36,7 +37,7 @@ class Port(Backend, Protocol):
     @property
     def worker(self) -> Any: ...
 
-    def abort(self, name: str | None) -> int: ...
+    def abort(self, name: str | None, tenant: str | None) -> int: ...
 
 
 class AbortBody(msgspec.Struct):
@@ -131,14 +132,16 @@ class WorkerPages:
         return Response("Nothing is cached between requests.\n", media_type="text/plain")
 
     async def abort(self, request: Request) -> Response:
-        """Of exactly that id: its `rid`, or the X-Request-Id it came with."""
+        """Of exactly that id: its `rid`, or the X-Request-Id it came with. A key reaches its own tenant's alone."""
         try:
             body = decode(_abort, await read_body(request.receive, dict(request.headers.raw), MAX_ABORT_BODY))
         except ClientGone:
             return Response(status_code=499)
         if not body.rid and not body.abort_all:
             raise ApiError(400, "rid: must be there, or abort_all", param="rid")
-        return _json({"aborted": self._port.abort(None if body.abort_all else body.rid)})
+        key: Key = request.scope[KEY]
+        named = None if body.abort_all else body.rid
+        return _json({"aborted": self._port.abort(named, None if key.admin else key.tenant)})
 
 
 def _json(value: Any, status: int = 200) -> Response:

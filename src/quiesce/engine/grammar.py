@@ -12,12 +12,15 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from quiesce.engine.errors import EngineError
 
 MAX_GRAMMAR = 256 << 10  # bytes of one grammar as it travels; the library bounds its own work by fuel
-KEPT = 64  # compiled grammars
+KEPT = 32  # compiled grammars
+# The library's own limits are wider. With these no step of the engine waits for a mask much longer than 30 ms, and a
+# compiled grammar has at most some 10 MB; errors do not quote the answer.
+LIMITS = LLParserLimits(step_max_items=8_000, step_lexer_fuel=50_000, max_lexer_states=10_000, verbose_errors=False)
 
 
 class GrammarError(EngineError):
@@ -82,10 +85,14 @@ class Grammars:
             raise GrammarError(f"the grammar has {len(grammar.encode())} bytes, at most {MAX_GRAMMAR} are taken")
         if self._tokenizer is None:
             self._tokenizer = self._load()
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise GrammarError(_short(matcher.get_error()))
-        if not np.frombuffer(matcher.deep_copy().compute_bitmask(), np.uint8).any():
+        first = matcher.deep_copy()
+        mask = np.frombuffer(first.compute_bitmask(), np.uint8)
+        if first.is_error():
+            raise GrammarError(f"the grammar is too complex: {_short(first.get_error())}")
+        if not mask.any():
             raise GrammarError("no token of this model can begin an answer of this grammar")
         return matcher
 

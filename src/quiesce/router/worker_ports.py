@@ -154,12 +154,12 @@ class WorkerPort:
             raise invalid("bootstrap_port", f"is {prefill.name}'s, but this is {self.name}", "unknown_peer")
         return None
 
-    def abort(self, name: str | None) -> int:
-        """Ends the requests of exactly this id, or all; how many."""
+    def abort(self, name: str | None, tenant: str | None) -> int:
+        """Ends the requests of exactly this id, or all; how many. `tenant`: whose alone; None: anybody's."""
         ended = 0
         for call in self._open:
-            mine = name is None or name in (call.ask.label, call.ask.rid, call.ask.rid.partition("-")[0])
-            if mine and not call.over:
+            named = name is None or name in (call.ask.label, call.ask.rid, call.ask.rid.partition("-")[0])
+            if named and tenant in (None, call.ask.tenant) and not call.over:
                 ended += 1
                 self._dispatcher.feed(call, rq.GaveUp(400, "the request was aborted by /abort_request", "aborted"))
         return ended
