@@ -127,12 +127,13 @@ def fake_rooms(serve: Product, count: int) -> Counter[str]:
 
 
 class Steady:
-    """One long stream that must go on whatever happens beside it: the longest pause between two of its pieces."""
+    """One long stream after the other, which must go on whatever happens beside them: the longest pause between two
+    pieces. One that finds the queue full of fakes is refused, and asks again."""
 
     def __init__(self, serve: Product, tokens: int = 1900) -> None:
         self._serve, self._tokens = serve, tokens
         self._over = threading.Event()
-        self.longest, self.pieces, self.errors = 0.0, 0, 0
+        self.longest, self.pieces, self.errors, self.refused = 0.0, 0, 0, 0
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
@@ -143,7 +144,8 @@ class Steady:
                     now = time.monotonic()
                     self.longest, last = max(self.longest, now - last), now
                     self.pieces += 1
-                self.errors += stream.status != 200 or (not self._over.is_set() and not stream.whole)
+                self.errors += stream.status == 200 and not self._over.is_set() and not stream.whole
+                self.refused += stream.status == 503
 
     def __enter__(self) -> Steady:
         self._thread.start()
@@ -186,6 +188,7 @@ def flood(serve: Product, rooms: int, connections: int, requests: int) -> dict[s
         "fake rooms": dict(outcomes),
         "MiB gained": gained,
         "longest pause of a stream, s": round(steady.longest, 3),
+        "pieces of streams meanwhile": steady.pieces,
         "counted": {name: now[name] - counted.get(name, 0) for name in names},
     }
 
