@@ -7,6 +7,9 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+from quiesce.cli import main
 from quiesce.lab.sim.run import simulate, simulate_seed
 from quiesce.lab.sim.trace import sample
 from quiesce.lab.sim.world import Noise, world_of
@@ -44,3 +47,24 @@ def test_the_trace_sample_is_there_and_whole() -> None:
     lines = sample()
     assert len(lines) >= 500
     assert all(line.input_length > 0 and line.hash_ids for line in lines)
+
+
+def test_a_seed_on_the_command_line_reports_and_replays(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "--seed", "5", "--requests", "12"]) == 0
+    first = capsys.readouterr().out
+    assert "requests" in first and "12," in first
+    assert main(["sim", "--seed", "5", "--requests", "12"]) == 0
+    second = capsys.readouterr().out
+
+    def untimed(said: str) -> list[str]:
+        return [line for line in said.splitlines() if "a minute" not in line]
+
+    assert untimed(first) == untimed(second)
+
+
+def test_a_mutant_on_the_command_line_is_found_told_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "--seed", "0", "--seeds", "60", "--requests", "60", "--mutant", "N8 busy"]) == 1
+    said = capsys.readouterr().out
+    assert "--mutant 'N8 busy'" in said and "whoever hears ABORT answers it" in said
+    assert main(["sim", "--mutant", "no such"]) == 2
+    assert "N8 busy" in capsys.readouterr().err

@@ -56,6 +56,7 @@ class Cluster:
         self.clocks = {name: self._clock() for name in [*world.workers, "router"]}
         self.time = SimTime(self.clocks["router"])
         self.faults = Faults()
+        self.waits: list[float] = []  # from a leg's arrival at decode to its pages
         self.first_broken: Broken | None = None
         self.processes: dict[str, Process] = {}
         self.graves: list[Process] = []

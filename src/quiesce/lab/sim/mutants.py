@@ -25,6 +25,7 @@ from quiesce.lab.mutants import MUTANTS as CHECKED
 from quiesce.lab.mutants.patch import Change
 from quiesce.lab.sim.world import Noise, World, world_of
 from quiesce.roles import worker
+from quiesce.roles.budgets import HoldBudget
 from quiesce.roles.decode import DecodeWorker
 from quiesce.roles.prefill import PrefillWorker
 from quiesce.roles.worker import Worker
@@ -148,9 +149,17 @@ def d4_one(self: Lender, transfer: Transfer, event: Fired) -> list[Any]:
     return [Send(peer.offer.leg.p_epoch, peer.offer) for peer in transfer.published.values()] + self._again(transfer)
 
 
-@mutant("D6", "D6", "holds take the rows of running requests", (worker, "PagePool"))
-def d6(count: int, name: str = "pages") -> PagePool:
-    return PagePool(count - worker.SPARE_ROWS if name == "rows" else count, name)
+@mutant(
+    "D6",
+    "D6",
+    "holds have no budget and take the rows of running requests",
+    (worker, "PagePool"),
+    (worker, "hold_budget"),
+)
+def d6(first: Any, *rest: Any) -> Any:
+    if isinstance(first, int):
+        return PagePool(first - worker.SPARE_ROWS if rest else first, *rest)
+    return HoldBudget(1 << 30, 1 << 30, 1.0, now=lambda: 0.0)
 
 
 @mutant("D7 bound", "D7", "what is remembered has no bound", (Borrower, "_unknown"))
@@ -164,9 +173,10 @@ def d7_bound(self: Borrower, message: Any) -> list[Any]:
 
 @mutant("D7 evict", "D7", "when the memory is full, the oldest is evicted", (Borrower, "_unknown"), strict=True)
 def d7_evict(self: Borrower, message: Any) -> list[Any]:
-    if self.known >= self.max_records:
-        legs = self.records.pop(next(iter(self.records)))
-        self.known -= len(legs)
+    ended = (record for record in self.all_records() if record.state is not State.OPEN)
+    if self.known >= self.max_records and (oldest := next(ended, None)) is not None:
+        oldest.covered, oldest.posts = True, set()
+        self._forget(oldest)
     return real_unknown(self, message)
 
 

@@ -57,6 +57,13 @@ class SimDecode(DecodeWorker):
     """Looks at what it commits."""
 
     committed: Callable[[TransferId, Any], None]
+    waited: list[float]
+
+    def begin(self, tid: TransferId, prefill: int, remaining_ms: int) -> None:
+        leg = self.generation.by_tid[tid]
+        assert leg.left_queue is not None
+        self.waited.append(leg.left_queue - leg.arrived)
+        super().begin(tid, prefill, remaining_ms)
 
     def act(self, action: Action) -> None:
         super().act(action)
@@ -90,7 +97,7 @@ class Process(Owner):
             self.worker.unanswered = lambda tid: self._broken("whoever hears ABORT answers it", tid)
             self.worker.borrower.max_records = world.records
         else:
-            self.worker.committed = self._committed
+            self.worker.committed, self.worker.waited = self._committed, cluster.waits
         self.shadow = Shadow(self.worker.ledger, self.memory, cluster.nic.may_land, self._broken, cluster.strict)
         self.shadow.rows_of_running = world.max_running
         self.owners = self.shadow.owners

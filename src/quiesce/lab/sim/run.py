@@ -29,8 +29,7 @@ class SimReport:
     closed_by: Counter[str] = field(default_factory=Counter)  # leases of decode workers, by proof
     held: Gauge = field(default_factory=Gauge)
     owned: Gauge = field(default_factory=Gauge)
-    waits: list[float] = field(default_factory=list)  # from a leg's arrival at decode to its pages
-    holds: int = 0  # holds that began
+    waits: list[float] = field(default_factory=list)  # of admitted requests: from arrival at decode to pages
     retained: int = 0  # pages still retained at the end
     messages: int = 0
     lost: int = 0
@@ -78,7 +77,7 @@ def _count(cluster: Cluster, report: SimReport) -> None:
     report.held.end(report.seconds)
     report.owned.end(report.seconds)
     report.events = cluster.loop.events
-    report.outcomes = cluster.router.outcomes
+    report.outcomes, report.waits = cluster.router.outcomes, cluster.waits
     report.messages, report.lost = cluster.net.sent, cluster.net.lost
     report.restarts = sum(cluster.restarts.values()) - len(cluster.restarts)
     for process in [*cluster.graves, *cluster.processes.values()]:
