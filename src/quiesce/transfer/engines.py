@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from quiesce.transfer.agent import MissingEngine
+from quiesce.transfer.agent import Engine
 from quiesce.transfer.interface import Transport
+from quiesce.transfer.registry import rdma_devices
 
 if TYPE_CHECKING:
     from quiesce.transfer.registry import Setup
@@ -39,49 +39,33 @@ def tcp(setup: Setup) -> Transport:
 
 def nixl(setup: Setup) -> Transport:
     """Lanes: rc where there is an RDMA device, else tcp; cma within one host."""
-    from quiesce.transfer.agents import AgentTransport  # noqa: PLC0415
     from quiesce.transfer.nixl import NixlEngine  # noqa: PLC0415
-    from quiesce.transfer.registry import rdma_devices  # noqa: PLC0415
 
     lane = setup.lane or ("rc" if rdma_devices() else "tcp")
-    engine = NixlEngine(lane, devices="lo" if setup.host is None and lane != "rc" else "")  # type: ignore[arg-type]
-    return AgentTransport(
-        engine,
-        setup.run_dir,
-        setup.epoch,
-        host=setup.host,
-        direction=setup.direction,
-        max_transfer_pages=setup.max_transfer_pages,
-    )
+    devices = "lo" if setup.host is None and lane != "rc" else ""
+    return _agents(NixlEngine(lane, devices=devices), setup)  # type: ignore[arg-type]
 
 
 def mooncake(setup: Setup) -> Transport:
     """Lanes: rdma where there is such a device, else tcp."""
-    from quiesce.transfer.agents import AgentTransport  # noqa: PLC0415
     from quiesce.transfer.mooncake import MooncakeEngine  # noqa: PLC0415
-    from quiesce.transfer.registry import rdma_devices  # noqa: PLC0415
 
     lane = setup.lane or ("rdma" if rdma_devices() else "tcp")
-    engine = MooncakeEngine(lane, host=setup.address)  # type: ignore[arg-type]
-    return AgentTransport(
-        engine,
-        setup.run_dir,
-        setup.epoch,
-        host=setup.host,
-        direction=setup.direction,
-        max_transfer_pages=setup.max_transfer_pages,
-    )
+    return _agents(MooncakeEngine(lane, host=setup.address), setup)  # type: ignore[arg-type]
 
 
 def mori(setup: Setup) -> Transport:
+    from quiesce.transfer.mori import MoriEngine  # noqa: PLC0415
+
+    _no_lane("mori", setup)
+    return _agents(MoriEngine(host=setup.address), setup)
+
+
+def _agents(engine: Engine, setup: Setup) -> Transport:
     from quiesce.transfer.agents import AgentTransport  # noqa: PLC0415
 
-    try:
-        module = import_module("quiesce.transfer.mori")
-    except ImportError as error:
-        raise MissingEngine(f"MORI is not installed: pip install amd-mori, where ROCm is ({error})") from error
     return AgentTransport(
-        module.MoriEngine(host=setup.address),
+        engine,
         setup.run_dir,
         setup.epoch,
         host=setup.host,
