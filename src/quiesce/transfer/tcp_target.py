@@ -56,7 +56,7 @@ def read_descriptor(descriptor: bytes, arena: Arena, tls: bool) -> wire.Descript
         raise ValueError(f"a lender cannot have {lender.pages} pages")
     if lender.tls != tls:
         here, there = ("with", "without") if tls else ("without", "with")
-        raise ValueError(f"tcp {there} TLS there, {here} TLS here: give both sides --transfer-tls, or none")
+        raise ValueError(f"tcp {there} TLS there, {here} TLS here: give both sides --transfer-tls-cert, or neither")
     return lender
 
 
