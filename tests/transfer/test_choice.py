@@ -1,0 +1,179 @@
+"""Which engine a pair of processes uses, and that engines behind one interface do not mix."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quiesce.core.messages import Grant
+from quiesce.core.posting import Outcome
+from quiesce.transfer.arena import shared_arena
+from quiesce.transfer.choice import Choice, merged, this_host
+from quiesce.transfer.interface import Transport
+from quiesce.transfer.shm import CAPABILITIES as SHM
+from quiesce.transfer.shm import ShmTransport
+from quiesce.transfer.tcp import CAPABILITIES as TCP
+from quiesce.transfer.tcp import TcpTransport
+
+PAGES, PAGE_BYTES = 8, 4096
+D, P = 0xD, 0xB
+NOT_ONE_HOST = "shm would need one host, one user and one PID namespace"
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Callable[..., Choice]]:
+    """`made(epoch, "shm", "tcp", host=...)`: those engines, best first."""
+    all_made: list[Choice] = []
+
+    def make(epoch: int, *names: str, host: str | None = None, direction: Any = "push") -> Choice:
+        engines: dict[str, Callable[[], Transport]] = {
+            "shm": lambda: ShmTransport(tmp_path, epoch, direction=direction),
+            "tcp": lambda: TcpTransport(epoch),
+        }
+        choice = Choice([engines[name]() for name in names], epoch)
+        choice._host = host or choice._host
+        choice.register(shared_arena(PAGES, PAGE_BYTES))
+        all_made.append(choice)
+        return choice
+
+    yield make
+    for choice in all_made:
+        choice.close_all()
+
+
+def until(condition: Callable[[], Any], *sides: Choice) -> Any:
+    deadline = time.monotonic() + 20
+    while True:
+        for side in sides:
+            side.events()
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < deadline
+        select.select(sides, [], [], 0.2)
+
+
+def shake(decode: Choice, prefill: Choice, *, pull: bool = False) -> tuple[bytes, bytes]:
+    """As HELLO and WELCOME do it."""
+    hello = decode.descriptor(P)
+    welcome = prefill.reply(D, hello, pull=pull)
+    decode.settle(P, welcome)
+    return hello, welcome
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "host", "picked", "why"),
+    [
+        (("shm", "tcp"), ("shm", "tcp"), None, "shm", "both are on one host"),
+        (
+            ("shm", "tcp"),
+            ("shm", "tcp"),
+            "elsewhere",
+            "tcp",
+            "shm would need one host, one user and one PID namespace",
+        ),
+        (("shm", "tcp"), ("tcp",), None, "tcp", "shm is not offered"),
+        (("tcp",), ("shm", "tcp"), None, "tcp", "the only one here"),
+        (("tcp", "shm"), ("shm", "tcp"), None, "tcp", "the only one here"),
+    ],
+)
+def test_the_best_that_both_have_is_picked_and_both_say_why(
+    made: Callable[..., Choice],
+    here: tuple[str, ...],
+    there: tuple[str, ...],
+    host: str | None,
+    picked: str,
+    why: str,
+) -> None:
+    decode, prefill = made(D, *there, host=host), made(P, *here)
+    shake(decode, prefill)
+    said = {f"{P:016x}": f"{picked}: {why}"}
+    assert decode.report()["peers"] == said
+    assert list(prefill.report()["peers"].values()) == list(said.values())
+    assert [engine["engine"] for engine in prefill.report()["engines"]] == list(here)
+
+
+def test_nothing_in_common_is_said_with_both_lists(made: Callable[..., Choice]) -> None:
+    decode, prefill = made(D, "shm", host="elsewhere"), made(P, "shm")
+    with pytest.raises(ValueError, match="none in common: shm there, shm here"):
+        shake(decode, prefill)
+    with pytest.raises(ValueError, match="none in common: tcp there, shm here"):
+        shake(made(D, "tcp"), prefill)
+
+
+def test_what_is_no_offer_is_refused(made: Callable[..., Choice]) -> None:
+    decode, prefill = made(D, "tcp"), made(P, "tcp")
+    hello, welcome = shake(decode, prefill)
+    for wrong in (b"", b"\xc1", hello[:-3], welcome):
+        with pytest.raises(ValueError, match="engines"):
+            prefill.reply(D, wrong)
+    with pytest.raises(ValueError, match="engines of its own"):
+        prefill.reply(0xE, hello)  # D's, said by somebody else
+    with pytest.raises(ValueError, match="picked no engine"):
+        decode.settle(P, hello)
+    with pytest.raises(ValueError, match="picked no engine"):
+        decode.settle(0xE, welcome)
+
+
+def test_an_epoch_keeps_its_engine(made: Callable[..., Choice]) -> None:
+    decode, prefill = made(D, "shm", "tcp"), made(P, "shm", "tcp")
+    shake(decode, prefill)
+    elsewhere = made(D, "shm", "tcp", host="elsewhere")
+    with pytest.raises(ValueError, match="none in common"):
+        prefill.reply(D, elsewhere.descriptor(P))
+    other = made(P, "tcp")
+    with pytest.raises(ValueError, match="it changes from shm to tcp"):
+        decode.settle(P, other.reply(D, made(D, "tcp").descriptor(P)))
+
+
+@pytest.mark.parametrize("pull", [False, True])
+def test_two_engines_at_once_do_not_mix(made: Callable[..., Choice], pull: bool) -> None:
+    """One peer on this host and one elsewhere: shm and tcp number their posts and peers alike."""
+    direction = "pull" if pull else "push"
+    near, far = made(1, "shm", "tcp", direction=direction), made(2, "shm", "tcp", host="elsewhere")
+    hub = made(3, "shm", "tcp", direction=direction)
+    posts, ended = {}, {}
+    for epoch, other in ((1, near), (2, far)):
+        hello = other.descriptor(3)
+        if pull:
+            hello = hub.descriptor(epoch)
+            peer = hub.connect(other.reply(3, hello, pull=True), 3)
+        else:
+            other.settle(3, hub.reply(epoch, hello))
+            peer = hub.connect(hello, 3)
+        lend = lambda other=other: other.lend(3, range(PAGES), access="read" if pull else "write")  # noqa: E731
+        grant = Grant(0, until(lend, near, far, hub), tuple(range(PAGES)))
+        move = hub.read if pull else hub.write
+        posts[epoch] = [move(peer, [page], [page], grant) for page in range(PAGES)]
+    assert len({post.id for both in posts.values() for post in both}) == 2 * PAGES
+
+    def all_ended() -> bool:
+        ended.update(hub.poll())
+        return len(ended) == 2 * PAGES
+
+    until(all_ended, near, far, hub)
+    assert set(ended.values()) == {Outcome.PLACED}
+    assert all(hub.drain(post.peer) for both in posts.values() for post in both)
+    placed = {name: count for name, count in hub.counters().items() if name.endswith("placed_pages")}
+    assert placed == {"shm_placed_pages": PAGES, "tcp_placed_pages": PAGES}
+    for both in posts.values():
+        hub.disconnect(both[0].peer)
+        hub.disconnect(both[0].peer)  # twice is harmless
+
+
+def test_what_is_claimed_before_a_peer_is_known() -> None:
+    both = merged([SHM, TCP])
+    assert (both.name, both.lane) == ("auto", "shm tcp")
+    assert both.fence == "page", "asked for as narrowly as one of them can"
+    assert both.fence_cost == "disrupts_peer" and both.drain == "per_post"
+    assert merged([TCP]) is TCP
+
+
+def test_a_host_is_its_boot_its_pids_and_its_user() -> None:
+    assert this_host().endswith(f"/{os.getuid()}") and this_host().count("/") == 2
