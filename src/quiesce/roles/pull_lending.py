@@ -10,8 +10,8 @@ from typing import Any
 
 from quiesce.core.admission import pages_for
 from quiesce.core.closed_set import Ids
-from quiesce.core.lending import End, PeerLost, Revoked, Transfer
-from quiesce.core.machine import Action, Arm, Closed, Heard, Lost, Opened, Revoke, Send
+from quiesce.core.lending import End, PeerLost, Revoked, State, Transfer
+from quiesce.core.machine import Action, Arm, Closed, Fired, Heard, Lost, Opened, Revoke, Send, Timer
 from quiesce.core.messages import Drained, Failed, FirstToken, HandOff, Leg, Ping, TransferId
 from quiesce.core.pull_lender import Event as LenderEvent
 from quiesce.core.pull_lender import PullLender
@@ -24,6 +24,7 @@ from quiesce.roles.revoking import Revoking, spoken
 from quiesce.roles.sequence import Sequence
 
 LEASE_MOST, LEASE_LEAST = 10.0, 3.0  # seconds; PINGs come every second
+ATTACH_LEAST = 5.0  # seconds that a reader's transport gets to start, whatever the hold timeout
 
 
 class PullPrefillWorker(PrefillWorker):
@@ -98,7 +99,7 @@ class PullPrefillWorker(PrefillWorker):
                 del self.unattached[tid]
                 self.lent[tid] = generation
                 self._lend(job, first, generation)
-            elif waited > self.settings.hold_timeout:
+            elif waited > max(ATTACH_LEAST, self.settings.hold_timeout):
                 self.fault(job.leg, f"decode has not attached to read it for {waited:.1f} s")
 
     def _lend(self, job: Job, first: FirstToken, generation: int) -> None:
@@ -142,6 +143,7 @@ class PullPrefillWorker(PrefillWorker):
                 self.revoking.ask(action)
             case Lost(tid, reason):
                 self._ended(tid, lambda leg: self.stopped(leg, reason, "given up" if self._given_up else "failed"))
+                self._hasten(tid.epoch)
             case Closed(tid):
                 self.timers.forget(tid)
                 if (generation := self.lent.pop(tid, None)) is not None:
@@ -171,6 +173,15 @@ class PullPrefillWorker(PrefillWorker):
         proof = self.transport.gone(epoch)
         if proof is not None:
             self.tell(Revoked(spoken(proof)))
+        self._hasten(epoch)
+
+    def _hasten(self, epoch: int) -> None:
+        """Who is not attached is not waited for: what it was lent, and has been given up, is fenced now."""
+        if self.transport.generation(epoch) is not None:
+            return
+        for tid, transfer in list(self.lender.transfers.items()):
+            if tid.epoch == epoch and transfer.state is State.HOLDING:
+                self.tell(Fired(Timer.REFENCE, tid, 0))
 
     def peer_gone(self, epoch: int) -> None:
         self.tell(PeerLost(epoch, LENDER_GONE))
