@@ -36,10 +36,10 @@ def mooncake_rdma(run_dir: Path, epoch: int, pages: int, page_bytes: int) -> tup
 
 
 def main(label: str, names: list[str]) -> int:
-    from quiesce.transfer.conformance import bench, run  # noqa: PLC0415
+    from quiesce.transfer.conformance import bench, report  # noqa: PLC0415
 
     bench.PATIENCE, bench.WATCH_FOR_LATE = PATIENCE, LATE
-    found = run.report(f"checks:{ENGINES[label][0]}", names, lambda line: print(line, flush=True))
+    found = report(f"checks:{ENGINES[label][0]}", names, lambda line: print(line, flush=True))
     return int(any(result["result"] == "failed" for result in found["checks"]))
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from quiesce.roles.decode import DecodeWorker
     from quiesce.roles.prefill import PrefillWorker
     from quiesce.roles.worker import Worker
+    from quiesce.transfer.interface import Transport
 
 log = logging.getLogger("quiesce.requests")
 
@@ -133,6 +134,15 @@ def worker_samples(worker: Worker) -> list[Sample]:
     ]
 
 
+def engine_samples(transport: Transport) -> list[Sample]:
+    """What the transfer engines count, each under its own name."""
+    about = "What a transfer engine did, by its own name for it"
+    return [
+        counter("transfer_engine_events_total", about, value, event=name)
+        for name, value in sorted(transport.counters().items())
+    ]
+
+
 def lender_samples(worker: DecodeWorker) -> list[Sample]:
     lender, holds, reads = worker.lender, worker.holds, worker.reads()
     return [
@@ -161,6 +171,7 @@ def lender_samples(worker: DecodeWorker) -> list[Sample]:
         counter("num_transfer_failed_reqs_total", "Requests that failed in their hand-off", worker.transfers_failed),
         counter("num_bootstrap_failed_reqs_total", "Requests that never found their other half", worker.unpaired),
         counter("stale_messages_dropped_total", "Hand-off messages about nothing that is open", lender.stale),
+        *engine_samples(worker.transport),
         counter("transfer_taints_total", "Posts that ended UNKNOWN", reads["taints"]),
         *(
             counter("grant_checks_total", "Pulls looked up at their source after landing", reads[said], outcome=said)
@@ -209,6 +220,7 @@ def prefill_samples(worker: PrefillWorker) -> list[Sample]:
         counter("num_transfer_failed_reqs_total", "Requests that failed in their hand-off", worker.transfers_failed),
         counter("num_bootstrap_failed_reqs_total", "Requests that never found their other half", worker.unpaired),
         counter("stale_messages_dropped_total", "Hand-off messages about nothing that is open", standing.stale),
+        *engine_samples(worker.transport),
         *worker.transfers.samples(),
     ]
 

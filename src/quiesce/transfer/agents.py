@@ -40,7 +40,7 @@ LEAVE_SECONDS = 3.0  # that agents may take to end when the process leaves
 
 def used_for(engine: Engine, direction: Use) -> Capabilities:
     """Ending an agent fences a peer that writes; one that reads only where the engine survives that."""
-    if direction == "pull" and not engine.limits.ending_read:
+    if direction == "pull" and not engine.caps.fences_readers:
         return replace(engine.caps, fence="none", fence_cost="none")
     return replace(engine.caps, pull=engine.caps.pull and direction != "push")
 

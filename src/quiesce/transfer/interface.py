@@ -35,6 +35,7 @@ class Capabilities:
     fence_cost: Literal["none", "us", "ms", "disrupts_peer", "disrupts_all"]
     placed_means: Literal["visible", "accepted"]  # "accepted" needs consume_barrier before reading
     lane: str = ""  # what carries the bytes, pinned: cma, tcp, rc ...; empty where an engine has one only
+    fences_readers: bool = True  # `fence` holds against a peer that reads from us as well
     measured: bool = True  # by the conformance suite on this version; False: read in its source, or assumed
 
     @property

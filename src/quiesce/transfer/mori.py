@@ -41,6 +41,7 @@ CAPABILITIES = Capabilities(
     fence="none",
     fence_cost="none",
     placed_means="accepted",
+    fences_readers=False,
     measured=False,
 )
 

@@ -46,6 +46,7 @@ def capabilities(lane: Lane) -> Capabilities:
         fence="none" if lane == "cma" else "peer",
         fence_cost="none" if lane == "cma" else "disrupts_peer",
         placed_means="visible",
+        fences_readers=False,
     )
 
 
