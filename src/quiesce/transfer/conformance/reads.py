@@ -111,7 +111,7 @@ def a_source_can_revoke_reads(bench: Bench) -> None:
     """A grant that the source has fenced is not read from any more, and what is reported then is not PLACED."""
     source, reader = bench.near(), bench.far()
     bench.claims(source, "to pull", lambda caps: caps.pull)
-    bench.claims(source, "a fence", lambda caps: caps.fence != "none")
+    bench.claims(source, "a fence of its readers", lambda caps: caps.fence != "none" and caps.fences_readers)
     peer = bench.attach(reader, source)
     source.arena.pages[:] = 1
     _, generation, _ = grant = source.grant(reader.epoch, access="read")
