@@ -8,11 +8,12 @@ import tomllib
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.config import Env, Toml
 
+from quiesce.lab import commands as lab_commands
 from quiesce.lab.plan import options as plan_options
 from quiesce.options import (
     SUPERVISED,
@@ -33,8 +34,6 @@ from quiesce.roles.settings import Role, SettingsError, WorkerSettings
 
 EXIT_REFUSED = 2  # what was asked for cannot be done; nothing was started
 DEFAULT_MODEL = "smollm2"
-
-Race = Literal["one-pair", "two-donors", "refused", "tainted", "reuse", "late-read"]
 
 ROLES = Group("One role each (on several machines, or under your own supervisor)", sort_key=2)
 
@@ -173,6 +172,9 @@ def colocated(
     return _run_worker(run, settings)
 
 
+app.command(lab_commands.race, sort_key=5)
+app.command(lab_commands.soak, sort_key=8)
+
 model_app = App(name="model", help="Fetch and list models.", sort_key=3)
 app.command(model_app)
 
@@ -230,38 +232,6 @@ def verify(
     from quiesce.lab.verify import run  # noqa: PLC0415  (only the command line sees the lab)
 
     return run(deep=deep, mutants=mutants, world=world, seconds=seconds)
-
-
-@app.command(sort_key=5)
-def race(
-    scene: Annotated[
-        Literal["one-pair", "two-donors", "refused", "tainted", "reuse", "late-read"], Parameter(help="Which race.")
-    ],
-    model: Model = DEFAULT_MODEL,
-    /,
-    *,
-    transfer: Annotated[str, Parameter(help="The transfer engine.")] = "shm",
-    unsafe_runs: Annotated[int, Parameter(help="Runs with pages freed at once: each must show the fault.")] = 1,
-    safe_runs: Annotated[int, Parameter(help="Runs with the ledger: none may.")] = 1,
-    out: Annotated[Path, Parameter(help="Folder for the picture.")] = Path("race"),
-    open: Annotated[bool, Parameter(negative="", help="Open the picture in the browser.")] = False,
-    json: Annotated[bool, Parameter(negative="", help="The result as JSON, last.")] = False,
-) -> int:
-    """Reproduce the race on real engines: one request's late write in another one's pages, and how it cannot be.
-
-    Each run cuts a request while its pages are being written and gives, or refuses, them to the next. It writes a
-    picture of the page timeline. Exit code 1 when the unsafe twin did not show the fault, or the product did.
-
-    Examples
-    --------
-    quiesce race two-donors --open
-
-    quiesce race one-pair --unsafe-runs 20 --safe-runs 200
-    """
-    from quiesce.lab.race.play import race as play  # noqa: PLC0415
-
-    path = _resolve(model)
-    return play(scene, path, transfer, unsafe=unsafe_runs, safe=safe_runs, out=out, open_picture=open, as_json=json)
 
 
 @app.command(sort_key=6)
