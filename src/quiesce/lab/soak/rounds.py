@@ -17,18 +17,8 @@ import httpx2
 from quiesce.lab.soak.clients import Heard, Manner, Tenant, ask
 from quiesce.lab.soak.target import Target
 
-BREAKS = (
-    "none",
-    "none",
-    "none",
-    "kill prefill",
-    "kill decode",
-    "stop prefill",
-    "stop decode",
-    "kill router",
-    "kill mover",
-    "stop mover",
-)
+KILLS = ("kill prefill", "kill decode", "kill router", "kill mover")
+BREAKS = ("none",) * 4 + KILLS + ("stop prefill", "stop decode", "stop mover")
 STOPPED = 1.0  # seconds of a stop
 VARIANTS = 6  # prompts of a tenant
 SHOWN = 120  # characters

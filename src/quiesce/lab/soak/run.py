@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import httpx2
@@ -54,7 +54,7 @@ def soak(asked: Asked) -> int:
     seconds = time.monotonic() - began
     _report(done.tally, done.findings, seconds)
     if asked.as_json:
-        told = {"seed": asked.seed, "seconds": seconds, **asdict(done.tally), **asdict(done.findings)}
+        told = {"seed": asked.seed, "seconds": seconds, **vars(done.tally), **vars(done.findings)}
         print(json.dumps(told))
     return 1 if done.findings else 0
 

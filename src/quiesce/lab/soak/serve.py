@@ -1,4 +1,4 @@
-"""`quiesce serve` with the lab's workers: `python -m quiesce.lab.soak.serve MODEL ...`, the words of `quiesce serve`."""
+"""`quiesce serve` with the lab's workers: `python -m quiesce.lab.soak.serve MODEL ...`."""
 
 from __future__ import annotations
 
