@@ -201,3 +201,15 @@ async def test_the_official_client_hears_of_a_call_whole_and_streamed(c: Cluster
         none = await client.chat.completions.create(**asked | {"tool_choice": "none"})
         assert none.choices[0].finish_reason == "stop" and not none.choices[0].message.tool_calls
         assert "<tool_call>" in (none.choices[0].message.content or "")
+
+
+async def test_usage_in_every_chunk_where_a_client_wants_it(c: Cluster) -> None:
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "Rome?"}], "tools": [CLOCK, WEATHER]}
+    asked |= {"max_tokens": 200, "stream": True}
+    asked |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    for body in (asked, asked | {"tool_choice": "none"}):
+        lines = (await c.client.post("/v1/chat/completions", json=body)).text.splitlines()
+        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts) and counts[-2] == counts[-1] > 0
+        assert chunks[-2]["usage"]["prompt_tokens"] == chunks[-1]["usage"]["prompt_tokens"] > 0

@@ -46,6 +46,7 @@ class Wanted(msgspec.Struct, frozen=True):
     timeout: float | None  # seconds from arrival to the last byte; None: the server's own limit
     stream: bool
     include_usage: bool
+    continuous_usage: bool  # in every chunk of a stream
     ignored: tuple[str, ...]
     kind: Literal["prompt", "messages"]  # what the field is called
     grammar: str = ""  # what the answer must be; empty: anything
@@ -172,6 +173,7 @@ def _wanted(
         timeout=_in_range("timeout", body.timeout),
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         ignored=tuple(ignored),
         kind=kind,
         grammar=grammar,

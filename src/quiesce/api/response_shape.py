@@ -200,9 +200,9 @@ class ResponseEvents:
         self._open = ""
         return said
 
-    def last(self, answers: list[Answer], usage: Usage) -> bytes:
+    def last(self, answers: list[Answer], total: Usage) -> bytes:
         said = self._close()
         if not self._done:  # an answer without any text is a message all the same
             said += self._say("", []) + self._close()
-        whole = self._shape.response(self._status, self._done, usage)
+        whole = self._shape.response(self._status, self._done, total)
         return said + self._event(f"response.{self._status}", response=whole)

@@ -80,6 +80,7 @@ ASKS_NOTHING_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: with include_usage, each chunk has its answer's so far
     include_obfuscation: bool | None = None
 
 

@@ -255,5 +255,5 @@ class GenerateEvents:
         part = self._shape.part(now, step.verdict is not None)
         return b"data: " + encode(part if self._shape.single else part | {"index": index}) + b"\n\n"
 
-    def last(self, answers: list[Answer], usage: Usage) -> bytes:
+    def last(self, answers: list[Answer], total: Usage) -> bytes:
         return b"data: [DONE]\n\n"

@@ -112,7 +112,7 @@ class Events(Protocol):
     def step(self, index: int, step: Step) -> bytes:
         """A piece of one of its answers; empty when there is nothing to say."""
 
-    def last(self, answers: list[Answer], usage: Usage) -> bytes:
+    def last(self, answers: list[Answer], total: Usage) -> bytes:
         """What follows the end of the last answer."""
 
 
