@@ -22,14 +22,11 @@ from quiesce.options import (
     HandOffOptions,
     HttpOptions,
     ProcessOptions,
-    RouterWiring,
-    RoutingOptions,
-    SilenceOptions,
     SizeOptions,
     WorkerWiring,
-    router_settings,
     worker_settings,
 )
+from quiesce.options_router import RouterWiring, RoutingOptions, SilenceOptions, router_settings
 from quiesce.roles.settings import Role, SettingsError, WorkerSettings
 
 EXIT_REFUSED = 2  # what was asked for cannot be done; nothing was started

@@ -21,11 +21,10 @@ from quiesce.options import (
     HandOffOptions,
     HttpOptions,
     ProcessOptions,
-    RoutingOptions,
-    SilenceOptions,
     SizeOptions,
     arguments,
 )
+from quiesce.options_router import RoutingOptions, SilenceOptions
 from quiesce.roles import decode as decode_role
 from quiesce.roles.settings import WorkerSettings
 from tiny_model import make_tiny_llama

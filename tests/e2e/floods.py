@@ -133,7 +133,8 @@ class Steady:
     def __init__(self, serve: Product, tokens: int = 1900) -> None:
         self._serve, self._tokens = serve, tokens
         self._over = threading.Event()
-        self.longest, self.pieces, self.errors, self.refused = 0.0, 0, 0, 0
+        self.longest, self.pieces, self.refused = 0.0, 0, 0
+        self.errors: list[str] = []
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
@@ -144,7 +145,8 @@ class Steady:
                     now = time.monotonic()
                     self.longest, last = max(self.longest, now - last), now
                     self.pieces += 1
-                self.errors += stream.status == 200 and not self._over.is_set() and not stream.whole
+                if stream.status == 200 and not self._over.is_set() and not stream.whole:
+                    self.errors.append(stream.error or "cut")
                 self.refused += stream.status == 503
 
     def __enter__(self) -> Steady:
@@ -180,7 +182,7 @@ def flood(serve: Product, rooms: int, connections: int, requests: int) -> dict[s
                 strangers(path, connections, garbage)
             half_requests(serve, requests)
             assert serve.ask([30, 31, 32]) == right
-        assert not steady.errors
+        assert not steady.errors, steady.errors
     now = serve.metrics()
     names = [name for name in now if "handshakes_failed" in name or "http_heads" in name or "malformed" in name]
     return {

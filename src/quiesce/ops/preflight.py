@@ -10,7 +10,8 @@ from typing import Any
 
 from quiesce.api.access import read_keys
 from quiesce.core.admission import refuse_pool
-from quiesce.options import ClusterOptions, EngineOptions, HandOffOptions, RoutingOptions, SizeOptions
+from quiesce.options import ClusterOptions, EngineOptions, HandOffOptions, SizeOptions
+from quiesce.options_router import RoutingOptions
 from quiesce.roles.settings import SettingsError
 
 MOST_WORKERS = 64

@@ -85,6 +85,11 @@ class RunDir:
         return f"ipc://{self.path / 'registry'}"
 
     @property
+    def admin(self) -> str:
+        """Where operators speak to the router: this user alone can."""
+        return f"unix://{self.path / 'admin'}"
+
+    @property
     def router_public_key_file(self) -> Path:
         return self.ring.folder / f"{ROUTER}.pub"
 

@@ -30,15 +30,12 @@ from quiesce.options import (
     HandOffOptions,
     HttpOptions,
     ProcessOptions,
-    RouterWiring,
-    RoutingOptions,
-    SilenceOptions,
     SizeOptions,
     WorkerWiring,
     arguments,
-    router_settings,
     worker_settings,
 )
+from quiesce.options_router import RouterWiring, RoutingOptions, SilenceOptions, router_settings
 
 
 @dataclass(frozen=True)
@@ -150,7 +147,7 @@ def make_plans(asked: Serve, run_dir: RunDir) -> list[Plan]:
     this = [sys.executable, "-m", "quiesce"]
 
     def router(epoch: int) -> list[str]:
-        wiring = RouterWiring(run_dir.registry, run_dir.keys, asked.name)
+        wiring = RouterWiring(run_dir.registry, run_dir.keys, asked.name, run_dir.admin)
         silence = SilenceOptions(asked.hand_off.hold_timeout)
         words = arguments(wiring, asked.http, silence, asked.routing, asked.process)
         return [*this, "router", str(asked.model), *words]

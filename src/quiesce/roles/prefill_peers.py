@@ -18,6 +18,7 @@ log = logging.getLogger("quiesce.sessions")
 
 HELLO_FIRST, HELLO_MOST = 0.1, 2.0  # seconds between repeats of HELLO
 UNREACHABLE = 3.0  # seconds in which a new peer must be reached; one that is there and silent has the hold timeout
+INBOX_ROUNDS = 32  # of 256 messages: more than the channel's queues hold; a peer that sends on and on has to wait
 MAX_PEERS = 256  # links, those that lead nowhere included
 
 
@@ -133,7 +134,10 @@ class PrefillPeers:
         heard: list[tuple[int, Wire]] = []
         lost: list[int] = []
         for epoch, peer in list(self.peers.items()):
-            while messages := peer.link.receive():
+            for _ in range(INBOX_ROUNDS):
+                messages = peer.link.receive()
+                if not messages:
+                    break
                 for message in messages:
                     if not self._session(peer, message) and peer.taken:
                         heard.append((epoch, message))

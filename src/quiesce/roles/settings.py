@@ -125,6 +125,8 @@ class RouterSettings:
     worker_ports: tuple[tuple[str, int], ...] = ()  # (worker, HTTP port that stands for it)
     worker_hosts: tuple[str, ...] = ()  # names by which other routers know this machine
     request_timeout: float = 600.0
+    admin: str = ""  # where operators speak to it: unix:///path or 127.0.0.1:port; empty: nowhere
+    admin_key: Path | None = None  # file; for a TCP port
     hold_timeout: float = 30.0  # a worker silent for so long loses its requests; the same as the workers'
     drain_timeout: float = 10.0
     policy: Policy = "least-loaded"

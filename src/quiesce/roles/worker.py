@@ -56,6 +56,8 @@ from quiesce.transfer.interface import Capabilities
 log = logging.getLogger("quiesce.worker")
 
 LONGEST_WAIT = 0.25  # seconds a turn may sleep
+INBOX = 0.1  # seconds of a turn for messages while there are ever more of them
+PAUSE, INBOX_AFTER_PAUSE = 1.0, 2.0  # away for so long: what waited is heard first, before any timer
 LONGEST_REASON = 2000  # characters
 LAST_WORDS_MS = 1000  # what was sent before the end still goes out
 EXIT_RETAINED = 75  # too many pages retained: a restart is the fence
@@ -105,6 +107,7 @@ class Worker(ABC):
         self._acting = False
         self.draining = False
         self._said_draining = False
+        self._received = time.monotonic()
         self.drain_until = float("inf")
         self.exit_code = 0
         self.faults = 0
@@ -218,9 +221,14 @@ class Worker(ABC):
             log.exception("unexpected fault in %s; the worker goes on", getattr(call, "__name__", call))
 
     def _receive(self) -> None:
+        now = time.monotonic()
+        until = now + (INBOX_AFTER_PAUSE if now - self._received > PAUSE else INBOX)
         while received := self.listener.receive():
             for item in received:
                 self._guarded(self._dispatch, item)
+            if time.monotonic() > until:
+                break  # whoever sends so much must not stop the engine, nor the heartbeat
+        self._received = time.monotonic()
         gone = self.registration.turn()
         if gone is not None:
             orphans = [leg for leg in self.legs.by_rid.values() if leg.start.router_epoch == gone]

@@ -22,7 +22,9 @@ from quiesce.api.generate import Front, FrontLimits
 from quiesce.api.metrics import FrontMetrics
 from quiesce.api.server import make_app
 from quiesce.api.worker_app import make_worker_app
+from quiesce.channel import KeyRing
 from quiesce.ops.logs import configure_logging
+from quiesce.router import admin
 from quiesce.router.attempts import Rules
 from quiesce.router.breaker import BreakerRules
 from quiesce.router.dispatch import Dispatcher
@@ -76,7 +78,17 @@ class Router:
         self._gate = Gate(2 * settings.max_inflight + SPARE_CONNECTIONS)
         self.dispatcher.counted_elsewhere.append(self._gate.counters)
         self._server = _server(make_app(self.front), self._gate)
-        self._worker_servers = self._single_workers()
+        self._other_servers = [*self._single_workers(), *self._admin()]
+
+    def _admin(self) -> list[tuple[_Server, socket.socket]]:
+        settings = self._settings
+        if not settings.admin:
+            return []
+        key = settings.admin_key.read_text("utf-8").strip() if settings.admin_key else ""
+        bound = admin.bind(settings.admin, key)
+        log.info("operators are heard at %s", settings.admin)
+        side = admin.Admin(self.dispatcher, KeyRing(settings.keys / "ring"), key)
+        return [(_server(side.app(), self._gate), bound)]
 
     def _single_workers(self) -> list[tuple[_Server, socket.socket]]:
         """A server for each port that stands for one worker."""
@@ -95,10 +107,15 @@ class Router:
         shown = f"[{self.host}]" if ":" in self.host else self.host
         log.info("listening on http://%s:%d, workers register at %s", shown, self.port, self.links.endpoint)
         try:
-            others = [server.serve(sockets=[bound]) for server, bound in self._worker_servers]
-            await asyncio.gather(self._server.serve(sockets=[self._socket]), *others)
+            others = [server.serve(sockets=[bound]) for server, bound in self._other_servers]
+            await asyncio.gather(self._main(), *others)
         finally:
             self.dispatcher.close()
+
+    async def _main(self) -> None:
+        await self._server.serve(sockets=[self._socket])
+        for server, _ in self._other_servers:
+            server.should_exit = True
 
     def stop(self) -> None:
         """Drains, then ends `serve`. Called again: running requests are cancelled, and their clients told."""
@@ -112,8 +129,7 @@ class Router:
         try:
             await self.dispatcher.drain(self._settings.drain_timeout)
         finally:
-            for server in (self._server, *(server for server, _ in self._worker_servers)):
-                server.should_exit = True
+            self._server.should_exit = True
 
 
 def _server(app: Starlette, gate: Gate) -> _Server:

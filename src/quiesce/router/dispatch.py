@@ -121,6 +121,10 @@ class Dispatcher(Looking):
             for worker in call.workers.values():
                 worker.over(call.rid)
 
+    def remove(self, worker: Worker, reason: str) -> None:
+        """Its requests end here now, and this process of it is not heard again."""
+        self._apply(self.registry.remove(worker, reason, self._loop.time()))
+
     # ------------------------------------------------------------ shutdown
 
     async def drain(self, seconds: float) -> None:

@@ -202,6 +202,9 @@ class Registry:
             return []
         return self._remove(known, "its process ended", now)
 
+    def remove(self, worker: Worker, reason: str, now: float) -> list[Change]:
+        return self._remove(worker, reason, now)
+
     def on_link(self, worker: Worker, up: bool) -> list[Change]:
         was_up, worker.up = worker.up, up
         if up or not was_up:
