@@ -148,6 +148,8 @@ async def test_every_route_but_those_of_probes_needs_a_key(c: Cluster) -> None:
             assert answer.headers["www-authenticate"] == "Bearer"
             assert answer.json()["error"]["code"] == "missing_api_key"
     assert not c.prefill.starts and not c.decode.starts
+    metrics = (await c.client.get("/metrics")).text
+    assert 'quiesce:http_not_let_in_total{status="401"} 0.0' not in metrics
     for key, status in ((ACME, 403), (CHIEF, 200)):
         answer = await c.client.get("/debug/ledger", headers={"authorization": f"Bearer {key}"})
         assert answer.status_code == status

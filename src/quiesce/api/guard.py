@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quiesce.api.access import Access
@@ -13,9 +15,11 @@ KEY = "quiesce.key"  # of the scope: the Key that asks
 
 
 class Guard:
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: Access, refused: Callable[[int], None]) -> None:
+        """refused: told the status of each request that was not let in."""
         self._app = app
         self._access = access
+        self._refused = refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN:
@@ -24,6 +28,7 @@ class Guard:
                 if scope["path"].startswith(ADMIN) and not key.admin:
                     raise ApiError(403, "this page is for keys with admin = true", code="not_admin")
             except ApiError as error:
+                self._refused(error.status)
                 await _refuse(error, send)
                 return
             scope[KEY] = key

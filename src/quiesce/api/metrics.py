@@ -37,6 +37,11 @@ class FrontMetrics:
         self.requests = self._counter(
             "http_requests", "Requests answered, by route and status (499: the client left first).", "route", "status"
         )
+        self._not_let_in = self._counter(
+            "http_not_let_in", "Requests without a key that is known (401), or not for their key (403).", "status"
+        )
+        for status in (401, 403):
+            self._not_let_in.labels(str(status))
         self.inflight = Gauge("quiesce:http_inflight", "Generation requests being served.", registry=self.registry)
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token at the router.", SECONDS
@@ -56,6 +61,9 @@ class FrontMetrics:
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(f"quiesce:{name}", text, labels, buckets=buckets, registry=self.registry)
+
+    def not_let_in(self, status: int) -> None:
+        self._not_let_in.labels(str(status)).inc()
 
     def expect(self, route: str) -> None:
         """Shows the route at 0 before its first request."""

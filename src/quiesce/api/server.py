@@ -53,7 +53,7 @@ def make_app(front: Front) -> Starlette:
         Route("/metrics", pages.metrics),
         Route("/debug/ledger", pages.ledger),
     ]
-    guard = [Middleware(Guard, access=front.access)]
+    guard = [Middleware(Guard, access=front.access, refused=front.metrics.not_let_in)]
     return Starlette(routes=routes, middleware=guard, exception_handlers=ERRORS)
 
 

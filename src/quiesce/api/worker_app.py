@@ -67,7 +67,11 @@ def make_worker_app(front: Front, port: Port) -> Starlette:
         Route("/flush_cache", pages.flush_cache, methods=["GET", "POST"]),
         Route("/abort_request", pages.abort, methods=["POST"]),
     ]
-    return Starlette(routes=routes, middleware=[Middleware(Guard, access=front.access)], exception_handlers=ERRORS)
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(Guard, access=front.access, refused=front.metrics.not_let_in)],
+        exception_handlers=ERRORS,
+    )
 
 
 class WorkerPages:
