@@ -22,8 +22,10 @@ from quiesce.roles.prefill import Job, PrefillWorker
 from quiesce.roles.report import Standing
 from quiesce.roles.revoking import Revoking, spoken
 from quiesce.roles.sequence import Sequence
+from quiesce.roles.silence import Silence
 
 LEASE_MOST, LEASE_LEAST = 10.0, 3.0  # seconds; PINGs come every second
+SILENCE_POLL = 30.0  # seconds
 ATTACH_LEAST = 5.0  # seconds that a reader's transport gets to start, whatever the hold timeout
 
 
@@ -42,7 +44,9 @@ class PullPrefillWorker(PrefillWorker):
         self.unattached: dict[TransferId, tuple[Job, FirstToken, float]] = {}  # computed; its reader is not there yet
         self.lent: dict[TransferId, int] = {}  # generation that the transport lets its reader in under
         self._probe_ids = Ids(secrets.randbits(64) | 1)
+        self.silence = Silence()
         self._given_up = False  # what is being heard is decode's word that it gave up
+        self._forget_silent()
 
     # ------------------------------------------------------------ where it differs from push
 
@@ -60,6 +64,7 @@ class PullPrefillWorker(PrefillWorker):
         return True
 
     def peer_up(self, epoch: int) -> bool:
+        self.silence.heard(epoch)
         self.tell(ReaderUp(epoch))
         return epoch in self.lender.lenders
 
@@ -125,6 +130,7 @@ class PullPrefillWorker(PrefillWorker):
         self.carry_out(self.lender.on(event))
 
     def hear(self, message: HandOff | Ping, speaker: int) -> None:
+        self.silence.heard(speaker)
         self._given_up = isinstance(message, Failed | Drained | Ping)
         try:
             self.tell(Heard(message, speaker))
@@ -183,7 +189,14 @@ class PullPrefillWorker(PrefillWorker):
             if tid.epoch == epoch and transfer.state is State.HOLDING:
                 self.tell(Fired(Timer.REFENCE, tid, 0))
 
+    def _forget_silent(self) -> None:
+        self.timers.after(SILENCE_POLL, "silence", self._forget_silent)
+        owing = [tid.epoch for tid in self.lender.transfers]
+        for epoch in self.silence.gone(lambda epoch: self.transport.generation(epoch) is not None, owing):
+            self.peer_gone(epoch)
+
     def peer_gone(self, epoch: int) -> None:
+        self.silence.forget(epoch)
         self.tell(PeerLost(epoch, LENDER_GONE))
         self.forget(epoch)
 

@@ -44,7 +44,7 @@ LIVE_DRAIN = World("live drain", "an UNKNOWN post and a drain", (1,), pool=1, un
 LIVE_RANKS = World("live ranks", "two prefill ranks, a failure", (1,), pool=1, prefills=2, fault=1, live=True)
 LIVE_DECODES = World("live decodes", "two decode ranks", requests=(1,), pool=1, decodes=2, live=True)
 HANDSHAKE = World("handshake", "a decode engine that restarts", pings=2, crash_d=1, handshake=True)
-NARROW = World("narrow", "a fence of one page of two", (2, 1), window=1, fence=True, narrow=True)
+NARROW = World("narrow", "a fence of one page of two", (2, 2), window=1, fence=True, narrow=True)
 
 PULL = World("pull", "pull: two requests, one source page", pool=2, sources=1, late=True, pull=True)
 PULL_TAINT = replace(PULL, name="pull taint", about="pull: one page each, an UNKNOWN read", pool=1, unknown=1)
