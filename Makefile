@@ -20,7 +20,7 @@ SUITABLE = import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for name in python3 python python3.11 python3.12 python3.13 python3.14; do \
 	if $$name -c '$(SUITABLE)' >/dev/null 2>&1; then command -v $$name; break; fi; done)
 
-.PHONY: help setup serve test quick soak soak-sim soak-router rdma-lab bench bench-transfer bench-core lint format lock clean
+.PHONY: help setup serve test quick soak soak-sim soak-router rdma-lab bench bench-transfer bench-core lint format lock clean bench-safety
 help: ## show this
 	@awk -F ' ## ' '/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@printf '%s\n' '' \
@@ -90,6 +90,9 @@ bench-transfer: $(TESTING) ## measure shm and tcp against bare loops, page lists
 
 bench-core: $(TESTING) ## measure the ledger and the machines against bare lists, and against their own size (half a minute)
 	@$(BIN)/python -m bench.core_speed $(ARGS)
+
+bench-safety: $(TESTING) ## what holding costs: the rule on and off in turns, and how soon pages are free after a cut
+	@$(BIN)/python -m bench.safety $(ARGS)
 
 lint: $(TESTING) ## ruff and mypy
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ that shows none proves nothing.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -26,14 +27,14 @@ from quiesce.roles.pull_reading import PullDecodeWorker
 from quiesce.roles.worker import Worker
 
 
-def free_at_once(ledger: Ledger) -> None:
-    """From now on `end` returns the pages whatever remote writer they are lent to. Our own engine's steps are still
+def free_at_once(ledger: Ledger, asked: Callable[[], bool] = lambda: True) -> None:
+    """From now on, while `asked`, `end` returns the pages whatever remote writer they are lent to. Our own engine's steps are still
     waited for, so that what goes wrong is the race and nothing else."""
     sound_end = ledger.end
 
     def end(tid: TransferId) -> bool:
         holding = ledger._holdings.get(tid)
-        if holding is not None and holding.owned:
+        if holding is not None and holding.owned and asked():
             for key in [key for key in holding.leases if key.kind is not Borrowing.COMPUTE]:
                 del holding.leases[key]
         return sound_end(tid)

@@ -44,6 +44,7 @@ class Faults(msgspec.Struct, frozen=True):
     fail: float = 0.0
     ms_per_page: tuple[float, float] = (0.0, 0.0)
     release: Literal["proof", "at once"] = "proof"
+    release_while: str = ""  # "at once" only while this file exists
     retract_every: int = 0  # steps; 0: only when the pool is short
     stuck_write: int = 0  # this post, counted from 1, stays in progress for ever; 0: none
     proves: bool = True  # False: a transport without fence, drain and proof of death
@@ -114,7 +115,8 @@ def main(path: str) -> int:
     if isinstance(worker, PrefillWorker):
         return worker.run()
     if spec.faults.release == "at once":
-        free_at_once(worker.ledger)
+        asked = Path(spec.faults.release_while)
+        free_at_once(worker.ledger, asked.exists if spec.faults.release_while else lambda: True)
     retract_every(worker, spec.faults.retract_every)
     return worker.run()
 
