@@ -149,14 +149,16 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--releases", type=int, default=50)
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="qs-") as folder, Path(folder, "log").open("wb"):
-        with Stage(resolve("smollm2"), Path(folder), Plain(), True, log=Path(folder, "log")) as stage:
+    with tempfile.TemporaryDirectory(prefix="qs-") as folder:
+        log = Path(tempfile.gettempdir()) / f"{Path(folder).name}.log"
+        with Stage(resolve("smollm2"), Path(folder), Plain(), True, log=log) as stage:
             compared = happy_path(stage, asked.rounds)
             step = one_arm(stage, [stage.chat("Count from 1 to 100.")] * REQUESTS)["TPOT"]
             idle = releases(stage, asked.releases, lambda: None)
             busy = [stage.ask(stage.chat("Count from 1 to 100."), "prefill-1", 900) for _ in range(8)]
             stage.until(lambda: all(request.tokens for request in busy), "eight answers to run")
             loaded = releases(stage, asked.releases, lambda: _keep(stage, busy))
+        log.unlink()
     return report(compared, ledger_share(step), step, idle, loaded)
 
 

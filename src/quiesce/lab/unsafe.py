@@ -28,8 +28,8 @@ from quiesce.roles.worker import Worker
 
 
 def free_at_once(ledger: Ledger, asked: Callable[[], bool] = lambda: True) -> None:
-    """From now on, while `asked`, `end` returns the pages whatever remote writer they are lent to. Our own engine's steps are still
-    waited for, so that what goes wrong is the race and nothing else."""
+    """From now on, while `asked`, `end` returns the pages whatever remote writer they are lent to. Our own engine's
+    steps are still waited for, so that what goes wrong is the race and nothing else."""
     sound_end = ledger.end
 
     def end(tid: TransferId) -> bool:
