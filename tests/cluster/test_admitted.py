@@ -119,6 +119,8 @@ def test_d6_a_tenant_whose_holds_use_up_its_budget_is_refused_and_others_and_run
     assert (said.outcome, said.status) == ("refused", 503)
     assert "19 pages of 1 ended requests of this API key" in said.reason
     assert not refused.tokens
+    age = {s.name: s.value for s in pair.inspect("decode-0")["samples"]}
+    assert age["quiesce:decode_deferred_kv_release_oldest_post_seconds"] > 1, "prefill says how long it is at it"
     other = ask(pair, tenant="b")
     assert last_word(pair, other, "decode-0").outcome == "length"
     assert other.tokens == oracle([PROMPT], 8)[0]

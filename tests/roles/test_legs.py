@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quiesce.core.messages import Control, Ended, Sampling, Start, Tokens
+from quiesce.core.messages import Codec, Control, Ended, PromptLogprobs, Sampling, Start, TokenLogprob, Tokens
 from quiesce.engine.sampler import Sampled
 from quiesce.roles.legs import LAST_WORDS_SECONDS, OUTBOX_LIMIT, Legs, WorkerLeg
 
@@ -70,3 +70,21 @@ def test_nothing_is_kept_for_a_router_that_is_known_to_be_dead() -> None:
     legs.end(leg, Ended(leg.rid, "cancelled"))
     legs.drop(ROUTER)
     assert not legs.outbox
+
+
+def test_a_long_chunk_s_log_probabilities_go_in_pieces_that_a_message_can_carry() -> None:
+    """54,000 tokens with 20 alternatives each would be one message that can never be sent."""
+    queue = Queue(room=1000)
+    legs = Legs(queue)
+    tokens = 60_000
+    start = Start("rid", 7, 1, (1,) * tokens, Sampling(max_tokens=1, prompt_logprobs=20), 1000)
+    leg = WorkerLeg(start, ROUTER, 0.0)
+    legs.open(leg)
+    one = TokenLogprob(-1.0, tuple((1 << 20, -1.5) for _ in range(20)))
+    legs.prompt_logprobs(leg, tokens, (one,) * (tokens - 1))
+    told: list[TokenLogprob | None] = []
+    for message in queue.taken:
+        assert isinstance(message, PromptLogprobs) and message.first == len(told)
+        assert len(Codec().encode(message)) < Codec.MAX_BYTES / 8
+        told += message.logprobs
+    assert told == [None, *[one] * (tokens - 1)]

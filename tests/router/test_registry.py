@@ -6,7 +6,16 @@ from typing import Any
 
 import msgspec
 
-from quiesce.core.messages import Address, Exited, Fingerprint, Limits, Register
+from quiesce.core.messages import (
+    Address,
+    Codec,
+    Exited,
+    Fingerprint,
+    Limits,
+    Register,
+    Sampling,
+    Start,
+)
 from quiesce.router import pairing
 from quiesce.router.health import Standing, report
 from quiesce.router.registry import Connect, Lost, Patience, Registry, Silent, Worker
@@ -192,3 +201,14 @@ def test_a_full_worker_is_healthy_and_not_chosen() -> None:
     d.legs.update(str(i) for i in range(8))
     assert report(registry, 0.0, False, Standing(8))[0]
     assert pairing.choose([p, d], pairing.Wish(1)) is None
+
+
+def test_the_limit_is_also_what_one_message_carries() -> None:
+    """A prompt that could not be sent is refused by its length, with the limit in the answer."""
+    registry = Registry()
+    huge = Limits(context_length=1 << 24, pool_tokens=1 << 24, max_queued=8)
+    workers = up(registry, "prefill-0", "decode-0", limits=huge)
+    limit = pairing.context_limit(workers)
+    assert limit is not None and limit < 1 << 24
+    longest = Start("r" * 40, 1 << 63, 1 << 62, (1 << 31,) * limit, Sampling(max_tokens=1), 1000)
+    assert len(Codec().encode(longest)) <= Codec.MAX_BYTES

@@ -154,3 +154,21 @@ async def test_a_worker_that_was_refused_is_not_told_that_it_is_in(tmp_path: Pat
         refused = c.router.dispatcher.registry.refused
         await until(lambda: c.router.dispatcher.registry.refused > refused + 3)
         assert not dead.router_epochs
+
+
+async def test_scenario_k13_a_name_is_registered_with_its_own_key_alone(tmp_path: Path, text: TextModel) -> None:
+    async with cluster(tmp_path, text) as c:
+        right = c.decode.endpoint
+        assert c.workers[1] is c.decode
+        thief = await c.add("decode", "decode-1")
+        thief.name = "decode-0"  # the place of another, with its own key
+        await until(lambda: c.router.dispatcher.counters()["registrations_misnamed"] > 1)
+        known = c.router.dispatcher.registry.workers["decode-0"]
+        assert known.latest.address.endpoint == right
+        owner = c.workers[1]
+        owner.kill()
+        c.exited(owner)
+        await until(lambda: "decode-0" not in c.router.dispatcher.registry.workers)
+        seen = c.router.dispatcher.counters()["registrations_misnamed"]
+        await until(lambda: c.router.dispatcher.counters()["registrations_misnamed"] > seen + 2)
+        assert "decode-0" not in c.router.dispatcher.registry.workers, "nor while its owner is away"

@@ -106,6 +106,7 @@ class Holds:
         self._began: dict[TransferId, float] = {}
         self._proofs: dict[TransferId, str] = {}
         self._asked: dict[TransferId, float | None] = {}  # when ABORT was said; None: it was answered
+        self._posts: dict[TransferId, tuple[float, int]] = {}  # when BUSY came, and how old its oldest write was, ms
         self.outcomes: Counter[str] = Counter()
         self.registry = CollectorRegistry()
         self.seconds = histogram(
@@ -124,6 +125,11 @@ class Holds:
     def oldest(self) -> float:
         """Age in seconds of the oldest hold; 0 when there is none."""
         return self._clock() - min(self._began.values()) if self._began else 0.0
+
+    def oldest_post(self) -> float:
+        """Age in seconds of the oldest write of a hold that prefill has not finished, as far as it said; 0: none."""
+        now = self._clock()
+        return max((now - heard + ms / 1000 for heard, ms in self._posts.values()), default=0.0)
 
     # ------------------------------------------------------------ what the ledger tells
 
@@ -149,6 +155,7 @@ class Holds:
             log.warning("no proof after %.1f s: its pages are retained", age, extra={"transfer": str(tid)})
         elif event == "returned":
             self._asked.pop(tid, None)
+            self._posts.pop(tid, None)
             if tid in self._began:
                 self._returned(tid, self._clock() - self._began.pop(tid), self._proofs.pop(tid, "unsound"))
 
@@ -166,6 +173,8 @@ class Holds:
 
     def heard(self, message: HandOff) -> None:
         tid = message.leg.tid
+        if isinstance(message, Busy) and tid in self._began:
+            self._posts[tid] = (self._clock(), message.oldest_ms)
         if isinstance(message, WORDS) and (asked := self._asked.get(tid)) is not None:
             self.answers.observe(self._clock() - asked)
             self._asked[tid] = None  # repeats of the ABORT are not timed

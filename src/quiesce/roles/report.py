@@ -156,6 +156,11 @@ def lender_samples(worker: DecodeWorker) -> list[Sample]:
             for proof in PROOFS
         ),
         gauge("num_decode_deferred_kv_release_reqs", "Ended requests whose pages wait for proof", len(holds)),
+        gauge(
+            "decode_deferred_kv_release_oldest_post_seconds",
+            "Age of the oldest write that prefill has not finished for a hold, as it says",
+            holds.oldest_post(),
+        ),
         gauge("decode_deferred_kv_release_oldest_seconds", "Age of the oldest hold; 0 without one", holds.oldest()),
         gauge(
             "num_decode_prealloc_queue_reqs",

@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 
 from quiesce.channel import AsyncLink, AsyncListener, KeyPair, KeyRing, LinkEvent, Received, start_authenticator
-from quiesce.core.messages import Wire
+from quiesce.core.messages import Register, Wire
 from quiesce.router.registry import Worker
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,10 @@ class Links:
         self._keys = KeyPair.load(keys / f"{KEY_NAME}.key")
         self._hears = hears
         self._context: zmq.Context[Any] = zmq.Context()
-        self._authenticator = start_authenticator(self._context, KeyRing(keys / "ring"))
+        self._ring = KeyRing(keys / "ring")
+        self._owners: dict[str, str] = {}  # key -> name, as the ring had it when it was last read
+        self.strangers = 0  # registrations under a name that is not the key's
+        self._authenticator = start_authenticator(self._context, self._ring)
         self._links: dict[int, tuple[AsyncLink, asyncio.Task[None]]] = {}
         self.malformed = 0  # from links that are closed by now
         try:
@@ -85,6 +88,7 @@ class Links:
         return {
             "malformed_messages": self.malformed + sum(end.malformed for end in ends),
             "refused_keys": self._authenticator.refused,
+            "registrations_misnamed": self.strangers,
             "handshakes_failed": self._registry.handshakes_failed,
         }
 
@@ -101,9 +105,25 @@ class Links:
     async def _listen(self) -> None:
         while True:
             for received in await self._registry.receive():
+                if isinstance(received.message, Register) and not self._owns(received):
+                    continue
                 answer = self._guarded(self._hears.from_registry, received)
                 if answer is not None:
                     self._registry.send(received.sender, answer)
+
+    def _owns(self, received: Received) -> bool:
+        """Whether the key that speaks is on the ring under the name that it registers. Whoever has another worker's
+        place in mind needs that worker's key."""
+        assert isinstance(received.message, Register)
+        name = received.message.address.name
+        if self._owners.get(received.user) == name:
+            return True
+        self._owners = self._ring.names()  # keys come and go
+        if self._owners.get(received.user) == name:
+            return True
+        self.strangers += 1
+        log.warning("a registration as %s came with a key that is not %s.pub: refused", name[:40], name[:40])
+        return False
 
     async def _hear(self, link: AsyncLink, worker: Worker) -> None:
         while True:
