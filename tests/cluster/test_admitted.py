@@ -46,7 +46,7 @@ def ask(
             room=room,
             token_ids=request.prompt,
             sampling=sampling,
-            deadline_ms=30_000,
+            deadline_ms=120_000,
             prefill=peer,
             **fields,
         )
@@ -54,7 +54,7 @@ def ask(
     return request
 
 
-def last_word(cluster: Cluster, request: LabRequest, name: str, seconds: float = 20.0) -> Ended:
+def last_word(cluster: Cluster, request: LabRequest, name: str, seconds: float = 60.0) -> Ended:
     cluster.until(lambda: bool(request.ends.get(name)), seconds, f"{name} to end {request.rid}")
     return request.ends[name][0]
 
@@ -105,7 +105,7 @@ def test_n6_a_probe_goes_through_each_worker_without_the_other_and_counts_nowher
 def test_d6_a_tenant_whose_holds_use_up_its_budget_is_refused_and_others_and_running_work_go_on(
     pair: Cluster, oracle: Oracle
 ) -> None:
-    running = ask(pair, PROMPT, ["decode-0"], tokens=400, local=True, tenant="b")
+    running = ask(pair, PROMPT, ["decode-0"], tokens=250, local=True, tenant="b")
     pair.until(lambda: bool(running.tokens), 20, "b's answer to begin")
     stuck = ask(pair, LONG, tenant="a")
     pair.until(lambda: pair.inspect("prefill-0")["posts"] > 0, 20, "the write that never ends")
@@ -125,7 +125,7 @@ def test_d6_a_tenant_whose_holds_use_up_its_budget_is_refused_and_others_and_run
     assert last_word(pair, other, "decode-0").outcome == "length"
     assert other.tokens == oracle([PROMPT], 8)[0]
     assert last_word(pair, running, "decode-0").outcome == "length"
-    assert running.tokens == oracle([PROMPT], 400)[0]
+    assert running.tokens == oracle([PROMPT], 250)[0]
     # The fence at the hold timeout gives the pages back, with proof, and the tenant is let in again.
     pair.until(lambda: not pair.inspect("decode-0")["held_by_tenant"], 20, "the fence")
     samples = {s.name + str(dict(s.labels)): s.value for s in pair.inspect("decode-0")["samples"]}

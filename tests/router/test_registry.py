@@ -164,7 +164,7 @@ def test_push_and_pull_are_not_paired() -> None:
     registry = Registry()
     up(registry, "prefill-0")
     up(registry, "decode-0", fingerprint=msgspec.structs.replace(FINGERPRINT, direction="pull"))
-    _, detail = report(registry, 0.0, False, 0)
+    _, detail = report(registry, 0.0, False, Standing())
     assert detail["missing"] == ["prefill-0 and decode-0 are not paired: direction: 'push' != 'pull'"]
 
 
@@ -172,7 +172,7 @@ def test_health_says_what_makes_a_worker_less_safe() -> None:
     registry = Registry()
     up(registry, "prefill-0")
     up(registry, "decode-0", cautions=("tcp cannot prove that what was posted has ended",))
-    _, detail = report(registry, 0.0, False, 0)
+    _, detail = report(registry, 0.0, False, Standing())
     assert [worker["cautions"] for worker in detail["workers"]] == [
         ["tcp cannot prove that what was posted has ended"],
         [],
