@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from quiesce.lab.plan import draw
+from quiesce.lab.plan.against_sim import compare
 from quiesce.lab.plan.command import cases_of, run, sizes_of
 from quiesce.lab.plan.course import Case, Course, Least, Simulation, Sizes
 from quiesce.lab.plan.figures import Check, figures, mean_over, quantile_over
@@ -111,6 +112,12 @@ def test_a_fence_that_disrupts_ends_the_hand_offs_of_that_prefill_worker() -> No
     assert course_of(requests, dataclasses.replace(case, disrupts=False)).cut == 0
 
 
+def test_done_that_is_on_its_way_ends_the_hold_whether_abort_is_answered_or_not() -> None:
+    case = Case("late", ack=0.4, dead=(0.0, NEVER))
+    course = course_of(some((0.0, 200, 30, 0.2 + 2.1 + 0.05)), case)
+    assert course.holds == [(pytest.approx(2.35), 20, pytest.approx(0.15))]
+
+
 def test_what_is_retained_restarts_the_worker_and_cuts_what_does_not_finish() -> None:
     case = Case("no proof", dead=(0.0, NEVER), hold_timeout=2.0, fence=None)
     requests = some((0.0, 300, 10, 1.0), (1.5, 100, 300, NEVER), (2.0, 100, 10, NEVER))
@@ -163,10 +170,10 @@ def test_it_holds_what_littles_law_says(seed: int) -> None:
     sizes = sizes_of(Cluster(), Holds(), requests)
     silent = Case("silent", dead=(0.0, NEVER), hold_timeout=5.0, fence=0.25)
     found = figures(Simulation(requests, sizes, silent).run()).check
-    assert found is not None and found.hold == pytest.approx(5.25)
+    assert found is not None and 5.1 < found.hold < 5.25, "5.25, but for those whose DONE was on its way"
     assert found.predicted > 1000 and 0.97 < found.ratio < 1.03
     answered = figures(Simulation(requests, sizes, Case("answered", ack=0.5)).run()).check
-    assert answered is not None and 0.5 < answered.hold < 0.6 and 0.9 < answered.ratio < 1.1
+    assert answered is not None and 0.35 < answered.hold < 0.55 and 0.9 < answered.ratio < 1.15
 
 
 def test_the_workers_needed_are_those_that_littles_law_wants() -> None:
@@ -313,3 +320,12 @@ def test_a_thousand_by_a_thousand_workers_are_planned() -> None:
     course = Simulation(requests, dataclasses.replace(sizes_of(Cluster(), Holds(), requests), prefills=1000,
                         decodes=1000), Case("calm")).run()  # fmt: skip
     assert course.events > 15_000 and len(course.delay) == 5000
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_it_agrees_with_the_simulator_that_runs_the_products_classes(seed: int) -> None:
+    """The same small clusters: as many holds, about as long. What the plan leaves out is worth a third at most."""
+    for found in compare(seed):
+        plan, sim = len(found.plan), len(found.sim)
+        assert sim > 20 and abs(plan - sim) <= 0.2 * sim + 3, found.text()
+        assert 0.65 < found.ratio < 1.55, found.text()

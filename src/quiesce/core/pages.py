@@ -62,7 +62,7 @@ class PagePool:
         if self._out.get(taken[0]) is not taken:
             raise DoubleReturn(f"{self.name} {_shown(taken)} came back but were not out like this")
         del self._out[taken[0]]
-        self._free.extend(reversed(taken))  # so that they go out again in the order in which they lie
+        self._free.extend(taken[::-1])  # so that they go out again in the order in which they lie
 
 
 def _shown(pages: tuple[int, ...]) -> str:

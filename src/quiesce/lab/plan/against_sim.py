@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from quiesce.core.messages import Abort
-from quiesce.lab.plan.course import Case, Course, Simulation, Sizes
+from quiesce.core.ledger import Holding, Ledger
+from quiesce.core.messages import Abort, TransferId
+from quiesce.core.proofs import Borrowing
+from quiesce.lab.mutants.patch import Change
+from quiesce.lab.plan.course import Case, Simulation, Sizes
 from quiesce.lab.plan.requests import NEVER, Requests
 from quiesce.lab.sim.cluster import Cluster
 from quiesce.lab.sim.run import simulate
@@ -22,34 +27,44 @@ DELAY = 0.1  # seconds of a message, one way
 PAGE_SECONDS, POST_SECONDS = 0.004, 0.001
 
 
+Held = tuple[float, int, float]  # began, pages, how long
+
+
 @dataclass(frozen=True)
 class Compared:
-    """`held` in page-seconds: pages times how long each was held. `wait`: mean seconds to admission."""
+    """Holds that an ended hand-off left, in both."""
 
     name: str
-    plan_held: float
-    sim_held: float
-    plan_holds: int
-    plan_wait: float
-    sim_wait: float | None
+    plan: list[Held]
+    sim: list[Held]
 
     @property
     def ratio(self) -> float:
-        return self.plan_held / self.sim_held if self.sim_held else float("inf")
+        """Of page-seconds: pages times how long each was held."""
+        there = page_seconds(self.sim)
+        return page_seconds(self.plan) / there if there else float("inf")
 
     def text(self) -> str:
-        waits = "" if self.sim_wait is None else f"; wait {self.plan_wait:.2f} s and {self.sim_wait:.2f} s"
-        return (
-            f"{self.name}: {self.plan_held:,.1f} page-seconds held here, {self.sim_held:,.1f} there, ratio "
-            f"{self.ratio:.2f} ({self.plan_holds} holds){waits}"
-        )
+        counts = " and ".join(_said(held) for held in (self.plan, self.sim))
+        return f"{self.name}: {counts}; page-seconds {self.ratio:.2f} of the simulator's"
+
+
+def _said(held: list[Held]) -> str:
+    if not held:
+        return "no hold"
+    _, pages, lasted = (float(np.mean(column)) for column in zip(*held, strict=True))
+    return f"{len(held)} holds of {pages:.1f} pages for {lasted:.3f} s"
+
+
+def page_seconds(held: list[Held]) -> float:
+    return sum(pages * lasted for _, pages, lasted in held)
 
 
 def compare(seed: int) -> list[Compared]:
     """ABORTs answered, a third of all messages lost, a pool that is too small, and no ABORT answered at all."""
     roomy = _world(seed, pool=2000)
     calm = Case("answers come", ack=2 * DELAY, hold_timeout=roomy.hold_timeout, fence=0.0)
-    silent = replace(calm, name="no answers, a fence", dead=(0.0, NEVER), disrupts=True)
+    silent = replace(calm, name="no answers, a fence", dead=(0.0, NEVER))
     return [
         _one(roomy, calm),
         _one(replace(roomy, noise=replace(roomy.noise, loss=0.2)), replace(calm, name="messages lost", loss=0.36)),
@@ -91,19 +106,42 @@ def _one(world: World, case: Case, *, silent: bool = False) -> Compared:
     cluster = Cluster(world)
     if silent:
         _unanswered(cluster)
-    report = simulate(world, watch=cluster)
+    watched = Watched(cluster)
+    with watched.watching():
+        report = simulate(world, watch=cluster)
     if report.broken is not None:
         raise AssertionError(f"the simulated cluster broke a rule: {report.broken}")
     course = Simulation(requests_of(world), sizes_of(world), case).run()
-    waits = report.waits
-    return Compared(
-        case.name,
-        plan_held=held(course),
-        sim_held=report.held.mean * report.seconds,
-        plan_holds=len(course.holds),
-        plan_wait=float(np.nanmean(course.delay)),
-        sim_wait=sum(waits) / len(waits) if waits else None,
-    )
+    return Compared(case.name, course.holds, watched.held)
+
+
+class Watched:
+    """Notes every holding that ends while a peer may still write it, and how long it was kept for that."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.began: dict[tuple[int, TransferId], float] = {}  # prefill has a holding of the same id
+        self.held: list[Held] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        end, release = Ledger.end, Ledger._release_if_free
+
+        def ends(ledger: Ledger, tid: TransferId) -> bool:
+            lent = any(key.kind is Borrowing.WRITE for key in ledger.leases(tid))
+            if lent and ledger.owns(tid):
+                self.began[id(ledger), tid] = self.cluster.loop.now
+            return end(ledger, tid)
+
+        def releases(ledger: Ledger, tid: TransferId, holding: Holding) -> bool:
+            over = release(ledger, tid, holding)
+            if over and (id(ledger), tid) in self.began:
+                since = self.began.pop((id(ledger), tid))
+                self.held.append((since, len(holding.pages), self.cluster.loop.now - since))
+            return over
+
+        with Change(Ledger, "end", ends).made(), Change(Ledger, "_release_if_free", releases).made():
+            yield
 
 
 def _unanswered(cluster: Cluster) -> None:
@@ -115,10 +153,6 @@ def _unanswered(cluster: Cluster) -> None:
             carry(source, target, deliver, message)
 
     cluster.net.datagram = datagram  # type: ignore[method-assign]
-
-
-def held(course: Course) -> float:
-    return sum(pages * lasted for _, pages, lasted in course.holds)
 
 
 def requests_of(world: World) -> Requests:

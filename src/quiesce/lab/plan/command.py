@@ -111,7 +111,7 @@ def run(workload: Workload, cluster: Cluster, holds: Holds, output: Output, cons
     if output.check:
         from quiesce.lab.plan.against_sim import compare  # noqa: PLC0415  (the whole product, for this one flag)
 
-        console.print("\nA small cluster, here and in `quiesce sim` (held pages on average; seconds to admission):")
+        console.print("\nSmall clusters, here and in `quiesce sim`:")
         for line in compare(workload.seed):
             console.print(f"  {line.text()}", highlight=False)
     console.print(f"\n{len(requests):,} requests, {len(cases)} times, in {time.monotonic() - began:.0f} s")

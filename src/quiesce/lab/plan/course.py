@@ -255,6 +255,7 @@ class Simulation:
             return
         self.state[i] = LANDING
         self.prefills.add(self.at_prefill[i], -1)
+        self.sent_at[i] = self.now
         self._later(self.case.ack / 2, self._landed, i)
         self._source_back(i)
 
@@ -299,8 +300,10 @@ class Simulation:
             return
         under_way = self._stop_prefill(i)
         self._over(i)
-        if QUEUED <= was <= LANDING and self.case.holds:
-            self._hold(i, under_way)
+        if was == LANDING and self.case.holds:  # DONE is on its way, and is a proof as good as an answer
+            self._hold(i, self.sent_at[i] + self.case.ack / 2 - self.now)
+        elif QUEUED <= was <= SENDING and self.case.holds:
+            self._hold(i, self._answer(i, under_way))
         self._admit(self.at_decode[i])
 
     def _stop_prefill(self, i: int) -> float:
@@ -334,16 +337,21 @@ class Simulation:
             through = max(self.began[i] + chunks * computing + writing, self._sends_from(i) + chunks * writing)
         return min(max(0.0, through - self.now), sizes.window * writing)
 
-    def _hold(self, i: int, under_way: float) -> None:
+    def _answer(self, i: int, under_way: float) -> float:
+        """Seconds until ABORT is answered."""
+        case = self.case
+        answered = case.ack + self._repeats(i) + under_way
+        if case.dead is not None and case.dead[0] <= self.now < case.dead[1]:
+            asked_again = REPEAT_MOST * float(self.requests.luck[i])  # ABORT is repeated at its slowest by then
+            answered += case.dead[1] - self.now + asked_again
+        return answered
+
+    def _hold(self, i: int, answered: float) -> None:
         case, d = self.case, self.at_decode[i]
         self.held_since[i] = self.now
         self.held_at[d].add(i)
         self.held_by[self.at_prefill[i]].add(i)
         self._held(d, self.prompt_pages[i])
-        answered = case.ack + self._repeats(i) + under_way
-        if case.dead is not None and case.dead[0] <= self.now < case.dead[1]:
-            asked_again = REPEAT_MOST * float(self.requests.luck[i])  # ABORT is repeated at its slowest by then
-            answered += case.dead[1] - self.now + asked_again
         if case.fence is not None and answered >= case.hold_timeout + case.fence:
             self._later(case.hold_timeout + case.fence, self._fenced, i)
         else:
