@@ -14,6 +14,7 @@ ROOMS, CONNECTIONS, REQUESTS = 1500, 300, 900
 
 def test_k20_d7_fake_rooms_half_handshakes_garbage_and_half_requests_change_nothing(serve: Product) -> None:
     sockets = len(control_sockets(serve))
+    assert sockets == 3, "the registry, prefill and decode"
     found = flood(serve, ROOMS, CONNECTIONS, REQUESTS)
     rooms, counted = found["fake rooms"], found["counted"]
     assert sum(rooms.values()) == ROOMS and not set(rooms) - {"refused 400", "refused 503", "failed 504"}
