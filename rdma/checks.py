@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
 
+from quiesce.transfer import attach
 from quiesce.transfer.agents import AgentTransport
 from quiesce.transfer.arena import shared_arena
 from quiesce.transfer.interface import Arena
@@ -15,6 +17,8 @@ from quiesce.transfer.nixl import NixlEngine
 DEVICE, ADDRESS = "rxe0", "10.9.0.1"  # of the guest
 PATIENCE = 240.0  # seconds; emulated, and a dead peer is noticed by RDMA's own retries only
 LATE = 3.0  # seconds for which pages that were given away are watched
+
+attach.ATTACH_SECONDS = PATIENCE
 
 ENGINES = {
     "nixl/rc": ("nixl_rc", NixlEngine("rc", devices=f"{DEVICE}:1")),
@@ -40,6 +44,7 @@ def main(label: str, names: list[str]) -> int:
 
     bench.PATIENCE, bench.WATCH_FOR_LATE = PATIENCE, LATE
     found = report(f"checks:{ENGINES[label][0]}", names, lambda line: print(line, flush=True))
+    print("REPORT " + json.dumps(found), flush=True)
     return int(any(result["result"] == "failed" for result in found["checks"]))
 
 
