@@ -21,8 +21,8 @@ LATE = 3.0  # seconds for which pages that were given away are watched
 attach.ATTACH_SECONDS = PATIENCE
 
 ENGINES = {
-    "nixl/rc": ("nixl_rc", NixlEngine("rc", devices=f"{DEVICE}:1")),
-    "mooncake/rdma": ("mooncake_rdma", MooncakeEngine("rdma", host=ADDRESS, devices=DEVICE)),
+    "nixl/rc": ("nixl_rc", NixlEngine("rc", devices=f"{DEVICE}:1", on_trial=True)),
+    "mooncake/rdma": ("mooncake_rdma", MooncakeEngine("rdma", host=ADDRESS, devices=DEVICE, on_trial=True)),
 }
 
 

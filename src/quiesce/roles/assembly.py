@@ -9,6 +9,7 @@ from quiesce.engine.engine import Engine
 from quiesce.engine.errors import EngineError
 from quiesce.roles.decode import DecodeWorker
 from quiesce.roles.prefill import PrefillWorker
+from quiesce.roles.proving import unproven
 from quiesce.roles.pull_lending import PullPrefillWorker
 from quiesce.roles.pull_reading import PullDecodeWorker
 from quiesce.roles.settings import WorkerSettings
@@ -65,7 +66,11 @@ def make_transport(settings: WorkerSettings) -> Transport:
     engines = []
     for label in registry.candidates():
         try:
-            engines.append(_tried(label, setup))
+            engine = _tried(label, setup)
+            if unproven(engine.caps) and not settings.allow_unproven:
+                engine.close_all()
+                raise ValueError("it cannot prove that what was posted has ended; --allow-unproven accepts that")
+            engines.append(engine)
         except (registry.MissingEngine, ValueError, OSError) as error:
             log.warning("--transfer auto goes without %s: %s", label, error)
     if not engines:

@@ -27,11 +27,14 @@ Lane = Literal["tcp", "cma", "rc"]
 
 # What UCX may use, and nothing else. Messages and keep-alives go by tcp where the lane itself has none.
 _TLS: dict[str, str] = {"tcp": "tcp", "cma": "cma,tcp", "rc": "rc_v"}
+MEASURED = ("tcp", "cma")  # lanes on which the whole suite has passed
 MISSING = "NIXL is not installed: pip install 'quiesce[nixl]'"
 
 
-def capabilities(lane: Lane) -> Capabilities:
-    """Every entry was measured by the conformance suite on NIXL 1.5.1, or is `none`."""
+def capabilities(lane: Lane, trusted: bool) -> Capabilities:
+    """`trusted`: this lane was measured by the conformance suite, on NIXL 1.5.1. Else nothing that proves is
+    claimed."""
+    fence = trusted and lane != "cma"  # the writer's kernel copies by itself: no agent's end stops it
     return Capabilities(
         name="nixl",
         lane=lane,
@@ -42,11 +45,12 @@ def capabilities(lane: Lane) -> Capabilities:
         failure_is_terminal=False,
         cancels_queued=True,
         blocking_post=False,
-        drain="flush",
-        fence="none" if lane == "cma" else "peer",
-        fence_cost="none" if lane == "cma" else "disrupts_peer",
+        drain="flush" if trusted else "none",
+        fence="peer" if fence else "none",
+        fence_cost="disrupts_peer" if fence else "none",
         placed_means="visible",
         fences_readers=False,
+        measured=trusted,
     )
 
 
@@ -56,24 +60,30 @@ class _Agent(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class NixlEngine:
-    """`devices`: UCX's names of the network devices to use; empty: all."""
+    """`devices`: UCX's names of the network devices to use; empty: all. `on_trial`: claims what a lane would have to
+    prove before that was measured; for the suite that measures it, and for nobody else."""
 
     lane: Lane = "tcp"
     devices: str = ""
+    on_trial: bool = False
+
+    @property
+    def _trusted(self) -> bool:
+        return self.lane in MEASURED or self.on_trial
 
     @property
     def caps(self) -> Capabilities:
-        return capabilities(self.lane)
+        return capabilities(self.lane, self._trusted)
 
     @property
     def limits(self) -> Limits:
         cma = self.lane == "cma"
         return Limits(
-            ending=not cma,
+            ending=self._trusted and not cma,
             ending_read=False,  # UCX 1.23 crashes when an agent ends that still answers reads
             death=cma,
             diverts=self.lane != "rc",
-            flush=True,
+            flush=self._trusted,
             pages_in_flight=4096,
             batches_in_flight=4,
         )
