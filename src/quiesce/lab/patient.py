@@ -23,8 +23,17 @@ class PatientRouter(Cluster):
     """Ends requests as the product's router does: at once when a worker's connection closes, after the hold timeout
     when a worker is silent, and a pause of its own is not the silence of others."""
 
-    def __init__(self, model: Path, run_dir: Path, log: Path | None = None, *, hold_timeout: float = 2.0) -> None:
-        super().__init__(model, run_dir, log, hold_timeout=hold_timeout, **SIZES)
+    def __init__(
+        self,
+        model: Path,
+        run_dir: Path,
+        log: Path | None = None,
+        *,
+        hold_timeout: float = 2.0,
+        **settings: Any,
+    ) -> None:
+        """`settings`: of every worker, beside those of the matrix."""
+        super().__init__(model, run_dir, log, hold_timeout=hold_timeout, **{**SIZES, **settings})
         self.hold = hold_timeout
         self._turned = time.monotonic()
 
