@@ -186,9 +186,12 @@ class Cluster:
 
     def _damage(self, kind: str, flight: Flight, page: int) -> bool:
         """A byte goes where it must not. Into or out of a page that is free it is no damage yet, only about to be."""
-        tid, place = flight.leg.tid, self.nic.transports[flight.conn.lender].party
+        tid = flight.leg.tid
+        place, source = self.nic.transports[flight.conn.lender].party, flight.conn.owner
+        if flight.read:
+            place, source = source, place
         if kind == "leak":
-            place, rule = flight.conn.owner, "no post sends bytes of another request's source page"
+            place, rule = source, "no post takes bytes of another request's source page"
         elif place.owners.get(page) == tid:
             rule = "no byte lands under a lease that is closed"
         else:
@@ -255,9 +258,9 @@ def left(process: Process) -> list[str]:
         if len(table):
             lines.append(f"{len(table)} in {name}")
     if process.prefill:
-        records = [r for r in worker.borrower.all_records() if r.count or r.state.value in ("open", "failed", "done")]
-        if records or worker.queue or worker.posts or worker.by_leg or worker.jobs or worker.by_tid:
-            lines.append(f"{len(records)} records, {len(worker.queue)} queued, {len(worker.posts)} posts")
+        records = process.under_way()
+        if records or worker.queue or worker.by_leg or worker.jobs or worker.by_tid:
+            lines.append(f"{records} transfers, {len(worker.queue)} queued, {len(worker.by_leg)} offers")
     else:
         lines += [f"{t.tid} is held, and a proof was to be had" for t in provable(process)]
         generation = worker.generation
@@ -278,15 +281,20 @@ def left(process: Process) -> list[str]:
 
 def provable(process: Process) -> list[Transfer]:
     """Holds of a decode worker for which there is a proof: a fence, or a peer that lives and has nothing in doubt."""
-    found, cluster = [], process.cluster
+    found, world = [], process.cluster.world
     for transfer in process.worker.lender.transfers.values():
         for peer in transfer.published.values():
             leg = peer.offer.leg
-            prefill = cluster.nic.parties.get(leg.p_epoch)
-            if peer.proven or (prefill is not None and not prefill.alive and cluster.world.fencing == "none"):
+            prefill = process.cluster.nic.parties.get(leg.p_epoch)
+            if peer.proven:
                 continue
-            record = None if prefill is None else prefill.worker.borrower.record(leg)
-            doubt = record is not None and record.tainted and not cluster.world.drains
-            if cluster.world.fencing != "none" or not doubt:
+            if world.direction == "pull":
+                excused = peer.tainted and not world.drains
+            elif prefill is None or not prefill.alive:
+                excused = prefill is not None
+            else:
+                record = prefill.worker.borrower.record(leg)
+                excused = record is not None and record.tainted and not world.drains
+            if world.fencing != "none" or not excused:
                 found.append(transfer)
     return found

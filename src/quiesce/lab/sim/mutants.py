@@ -48,10 +48,11 @@ class SimMutant:
     changes: tuple[Change, ...]
     strict: bool = False
     quiet: bool = False
+    pull: bool = False
 
     def world(self, seed: int, requests: int) -> World:
         """The world in which a seed looks for it."""
-        world = world_of(seed, requests)
+        world = replace(world_of(seed, requests), direction="pull" if self.pull else "push")
         return (
             replace(world, noise=Noise(), faults=(), records=4096, chunk=world.page_size, step=0.1)
             if self.quiet
@@ -181,6 +182,9 @@ def d7_evict(self: Borrower, message: Any) -> list[Any]:
 
 
 CHECKED_TOO = ("H1", "H3 restart", "H11", "N3", "A9", "A4 + A5")
+PULLED_TOO = ("H1 pull", "H11 pull", "A9 pull", "H14 pull", "closed set pull")
 SIM_MUTANTS[:0] = [
-    SimMutant(one.name, one.guards, one.about, one.changes) for one in CHECKED if one.name in CHECKED_TOO
+    SimMutant(one.name, one.guards, one.about, one.changes, one.name == "H1 pull", pull=one.name in PULLED_TOO)
+    for one in CHECKED
+    if one.name in CHECKED_TOO + PULLED_TOO
 ]

@@ -9,14 +9,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from quiesce.core.messages import Grant, Leg, TransferId
+from quiesce.core.messages import Leg, TransferId
 from quiesce.core.posting import Outcome
 from quiesce.lab.sim.clock import Loop
 from quiesce.lab.sim.engine import Memory
 from quiesce.lab.sim.world import World
-from quiesce.transfer.interface import Access, Capabilities, FenceProof, Peer, PeerLost, Post, Region, Transport
+from quiesce.transfer.interface import Peer, PeerLost, Post
+
+if TYPE_CHECKING:
+    from quiesce.lab.sim.transport import SimTransport
 
 ATTACH = 0.005  # seconds until a mover that starts has attached
 DIES = 0.004  # until a kill has ended it
@@ -47,6 +50,7 @@ class Flight:
     target: Sequence[int]
     generation: int
     conn: Conn
+    read: bool = False
     landed: int = 0  # halves of pages
     over: bool = False  # nothing more of it lands
     told: bool = False  # its outcome
@@ -56,7 +60,7 @@ class Flight:
 
 @dataclass(eq=False, slots=True)
 class Conn:
-    """From one prefill process to one lender."""
+    """From one process that posts to the one whose memory it touches: decode in push, prefill in pull."""
 
     owner: Any
     lender: int
@@ -65,6 +69,9 @@ class Conn:
     free_at: float = 0.0  # when the queue is empty
     flights: dict[Flight, None] = field(default_factory=dict)
     closed: bool = False
+    barred: list[tuple[int, frozenset[int] | None]] = field(
+        default_factory=list
+    )  # reads that we have fenced ourselves
 
 
 @dataclass(eq=False, slots=True)
@@ -123,7 +130,7 @@ class Nic:
             record = lender.records.get(epoch)
             if record is not None and record.generation > record.dead_through:
                 record.dead_through, record.attached = record.generation, False
-                lender.lost.append(PeerLost(epoch, record.generation, why, True))
+                lender.lost.append(PeerLost(epoch, record.generation, why, not transport.party.alive))
                 lender.party.wake()
         if transport.party.alive:
             self.loop.after(MOVER_STARTS * (0.5 + self.rng.random()), self._start_mover, transport)
@@ -140,14 +147,24 @@ class Nic:
         transport = self.transports[epoch]
         for conn in transport.conns.values():
             for flight in conn.flights:
+                if flight.read:
+                    continue  # answers land only in the process that asked
                 left, right = transport.party.memory.left, transport.party.memory.right
                 flight.copy = [(left[page], right[page]) for page in flight.source]
         if self.world.fencing == "death":
             self.loop.after(DIES * (0.5 + self.rng.random()), self.kill_mover, epoch, "mover died")
+        elif self.world.direction == "pull":
+            self.loop.after(DIES * (0.5 + self.rng.random()), self._reader_died, epoch)
         for other in self.transports.values():
             target = other.conns.get(epoch)
             if target is not None and not target.closed and other.party.alive:
                 self.loop.after(DIES * (0.5 + self.rng.random()), self._lender_died, other, target)
+
+    def _reader_died(self, epoch: int) -> None:
+        for lender in self.transports.values():
+            if epoch in lender.records:
+                lender.lost.append(PeerLost(epoch, lender.records[epoch].generation, "its engine died", True))
+                lender.party.wake()
 
     def _lender_died(self, transport: SimTransport, conn: Conn) -> None:
         """Placement is bound to the lender's process: what was under way lands nowhere."""
@@ -209,11 +226,21 @@ class Nic:
     def refused(self, flight: Flight) -> bool:
         """At the target, by its generation and, where pages are checked, by its grant."""
         lender = self.transports[flight.conn.lender]
-        record = lender.records.get(flight.leg.p_epoch)
+        record = lender.records.get(flight.conn.owner.epoch)
+        if flight.read and self._barred(flight):
+            return True
         if not lender.party.alive or record is None or flight.generation <= record.dead_through:
             return True
         return self.world.fencing == "page" and not record.grants.get(flight.generation, set()).issuperset(
-            flight.target
+            flight.source if flight.read else flight.target
+        )
+
+    def _barred(self, flight: Flight) -> bool:
+        if not flight.conn.owner.alive:
+            return True
+        return any(
+            flight.generation <= upto and (pages is None or not pages.isdisjoint(flight.target))
+            for upto, pages in flight.conn.barred
         )
 
     def finish(self, flight: Flight, outcome: Outcome) -> None:
@@ -247,10 +274,10 @@ class Nic:
             owner.wake()
 
     def may_land(self, leg: Leg) -> bool:
-        """Bytes of this leg may still reach the lender's pages."""
+        """Bytes of this leg may still reach, or be taken from, pages that are lent to it."""
         if leg not in self.flying:
             return False
-        transport = self.transports[leg.p_epoch]
+        transport = self.transports[leg.tid.epoch if self.world.direction == "pull" else leg.p_epoch]
         return any(
             flight.leg == leg and not self.refused(flight)
             for conn in transport.conns.values()
@@ -262,6 +289,8 @@ class Nic:
         if flight.over or upto <= flight.landed or self.refused(flight):
             return
         lender, sender = self.transports[flight.conn.lender].party, flight.conn.owner
+        if flight.read:
+            lender, sender = sender, lender
         tid = flight.leg.tid
         self.landings += 1
         self._say("lands", flight)
@@ -281,167 +310,3 @@ class Nic:
                 tag = (sender.memory.right if half % 2 else sender.memory.left)[source]
             (lender.memory.right if half % 2 else lender.memory.left)[page] = tag
         flight.landed = upto
-
-
-class SimTransport(Transport):
-    """As `transfer.interface.Transport`, for one process, both sides of it."""
-
-    def __init__(self, nic: Nic, party: Any) -> None:
-        self.nic = nic
-        self.party = party
-        kind = nic.world.fencing
-        self.caps = Capabilities(
-            "sim", True, False, True, False, False, False, False, "flush" if nic.world.drains else "none",
-            kind, "disrupts_peer" if kind == "death" else "none" if kind == "none" else "us", "visible",
-        )  # fmt: skip
-        self.records: dict[int, Record] = {}  # lender: by poster's epoch
-        self.conns: dict[int, Conn] = {}  # poster: by lender's epoch
-        self.newest = 0  # generation
-        self.mover = True
-        self.lost: list[PeerLost] = []
-        self.ended: list[tuple[Post, Outcome]] = []
-        self.leg: Leg  # of the post that is made next
-        self._number = 0
-        nic.transports[party.epoch] = self
-        nic.parties[party.epoch] = party
-
-    def fileno(self) -> int:
-        return -1
-
-    def register(self, arena: Any) -> Region:
-        return Region(1, arena.count, arena.page_bytes)
-
-    def close_all(self) -> None:
-        pass
-
-    def descriptor(self, peer_epoch: int | None = None) -> bytes:
-        return b"%d" % self.party.epoch
-
-    def consume_barrier(self, pages: Sequence[int]) -> None:
-        pass
-
-    def events(self) -> list[PeerLost]:
-        found, self.lost = self.lost, []
-        return found
-
-    def poll(self) -> list[tuple[Post, Outcome]]:
-        found, self.ended = self.ended, []
-        return found
-
-    # ------------------------------------------------------------ the lender's side
-
-    def generation(self, peer_epoch: int) -> int | None:
-        record = self.records.get(peer_epoch)
-        return record.generation if record is not None and record.attached else None
-
-    def lend(
-        self, peer_epoch: int, pages: Sequence[int], *, access: Access = "write", generation: int | None = None
-    ) -> int | None:
-        record = self.records.get(peer_epoch)
-        if record is None or not record.attached:
-            return None
-        if self.nic.world.fencing == "page":
-            self.newest += 1
-            record.generation = self.newest
-            record.grants[record.generation] = set(pages)
-        return record.generation
-
-    def withdraw(self, peer_epoch: int, generation: int) -> None:
-        record = self.records.get(peer_epoch)
-        if record is not None:
-            record.grants.pop(generation, None)
-
-    def fence(
-        self, peer_epoch: int, generation: int | None = None, pages: frozenset[int] | None = None
-    ) -> FenceProof | None:
-        record, nic = self.records.get(peer_epoch), self.nic
-        kind = nic.world.fencing
-        if record is None or kind == "none":
-            return None
-        wanted = record.generation if generation is None else generation
-        if wanted > record.generation or (wanted > record.dead_through and self._refuses(record)):
-            return None
-        if kind == "page":
-            for number in [number for number in record.grants if number <= wanted]:
-                record.grants[number] -= record.grants[number] if pages is None else pages
-            self._end_refused(peer_epoch)
-            return FenceProof("fenced", peer_epoch, wanted, pages)
-        if wanted > record.dead_through:
-            if kind == "death":
-                nic.loop.after(DIES * (0.5 + nic.rng.random()), nic.kill_mover, peer_epoch, "mover was killed")
-                record.attached = False
-                return None
-            self._bar(peer_epoch, record, wanted)
-        return FenceProof("fenced", peer_epoch, record.dead_through)
-
-    def _refuses(self, record: Record) -> bool:
-        """Some fences cannot be had for a while."""
-        nic = self.nic
-        if record.refusing_until < 0 and nic.rng.random() < nic.world.noise.refused_fence:
-            record.refusing_until = nic.loop.now + 10 * nic.rng.random()
-        return nic.loop.now < record.refusing_until
-
-    def _bar(self, peer: int, record: Record, wanted: int) -> None:
-        """At the target and at once: what is in flight and every later post under the old grants are refused."""
-        record.dead_through = wanted
-        if wanted == record.generation and record.attached:
-            self.newest += 1
-            record.generation = self.newest
-        self._end_refused(peer)
-
-    def _end_refused(self, peer: int) -> None:
-        """What a fence has refused ends clean at its poster."""
-        conn = self.nic.transports[peer].conns.get(self.party.epoch)
-        for flight in list(conn.flights) if conn is not None else ():
-            if self.nic.refused(flight):
-                self.nic.loop.after(0.001, self.nic.finish, flight, Outcome.FAILED_CLEAN)
-
-    def gone(self, peer_epoch: int) -> FenceProof | None:
-        record, kind = self.records.get(peer_epoch), self.nic.world.fencing
-        if record is None or kind == "none":
-            return None
-        if kind == "death":
-            return FenceProof("gone", peer_epoch, record.dead_through) if record.dead_through else None
-        poster = self.nic.transports[peer_epoch]
-        conn = poster.conns.get(self.party.epoch)
-        if poster.party.alive or (conn is not None and conn.flights):
-            return None
-        record.attached, record.dead_through = False, record.generation
-        record.grants.clear()
-        return FenceProof("gone", peer_epoch, record.generation)
-
-    # ------------------------------------------------------------ the poster's side
-
-    def connect(self, descriptor: bytes, own_epoch: int) -> Peer:
-        lender = int(descriptor)
-        conn = self.conns.get(lender)
-        if conn is None:
-            self._number += 1
-            conn = self.conns[lender] = Conn(self.party, lender, Peer(lender, self._number))
-        self.nic.loop.after(ATTACH * (0.5 + self.nic.rng.random()), self.nic.attach, conn)
-        return conn.peer
-
-    def disconnect(self, peer: Peer) -> None:
-        conn = self.conns.get(peer.epoch)
-        if conn is not None:
-            conn.closed = True
-
-    def write(self, peer: Peer, source: Sequence[int], target: Sequence[int], grant: Grant) -> Post:
-        self._number += 1
-        post = Post(self._number, peer)
-        conn = self.conns[peer.epoch]
-        assert set(target) <= set(grant.pages), "a target page is not in the grant"
-        flight = Flight(post, self.leg, source, target, grant.generation, conn)
-        if conn.closed or not self.mover:
-            self.ended.append((post, Outcome.FAILED_CLEAN))
-            self.party.wake()
-        else:
-            self.nic.launch(flight)
-        return post
-
-    def try_cancel(self, post: Post) -> bool:
-        return False
-
-    def drain(self, peer: Peer) -> bool:
-        conn = self.conns.get(peer.epoch)
-        return self.nic.world.drains and (conn is None or not conn.flights)

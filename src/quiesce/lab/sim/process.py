@@ -6,17 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quiesce.channel.frames import Received
-from quiesce.core.machine import Action, Committed, Post, Send
-from quiesce.core.messages import Abort, Leg, TransferId
+from quiesce.core.lending import State as Lending
+from quiesce.core.messages import Leg, TransferId
 from quiesce.lab.sim.clock import LocalClock
 from quiesce.lab.sim.edges import REGISTRY
 from quiesce.lab.sim.engine import Memory, SimEngine
 from quiesce.lab.sim.network import Owner
-from quiesce.lab.sim.nic import SimTransport
 from quiesce.lab.sim.shadow import Shadow
-from quiesce.roles.decode import DecodeWorker
-from quiesce.roles.prefill import PrefillWorker
+from quiesce.lab.sim.transport import SimTransport
+from quiesce.lab.sim.workers import ROLES
 from quiesce.roles.sequence import Sequence
 from quiesce.roles.settings import WorkerSettings
 from quiesce.roles.worker import LONGEST_WAIT
@@ -25,50 +23,6 @@ if TYPE_CHECKING:
     from quiesce.lab.sim.cluster import Cluster
 
 TURN = 0.002  # seconds until a loop that was woken looks
-
-
-class SimPrefill(PrefillWorker):
-    """Tells the model which transfer a post is about; a transport need not know."""
-
-    said: Leg | None = None
-    unanswered: Callable[[TransferId], None]
-
-    def act(self, action: Action) -> None:
-        if isinstance(action, Post):
-            assert isinstance(self.transport, SimTransport)
-            self.transport.leg = action.leg
-        if isinstance(action, Send):
-            self.said = action.message.leg
-        super().act(action)
-
-    def heard(self, received: Received) -> None:
-        """Whoever is asked by ABORT answers at once, be it that it cannot say yet (guards A3, N8)."""
-        message = received.message
-        self.said = None
-        super().heard(received)
-        if isinstance(message, Abort) and message.leg.p_epoch == self.epoch and self.said != message.leg:
-            speaker = self.peers.speaker(received)
-            known = speaker in self.borrower.lenders and self.borrower.known < 2 * self.borrower.max_records
-            if known and speaker == message.leg.tid.epoch:
-                self.unanswered(message.leg.tid)
-
-
-class SimDecode(DecodeWorker):
-    """Looks at what it commits."""
-
-    committed: Callable[[TransferId, Any], None]
-    waited: list[float]
-
-    def begin(self, tid: TransferId, prefill: int, remaining_ms: int) -> None:
-        leg = self.generation.by_tid[tid]
-        assert leg.left_queue is not None
-        self.waited.append(leg.left_queue - leg.arrived)
-        super().begin(tid, prefill, remaining_ms)
-
-    def act(self, action: Action) -> None:
-        super().act(action)
-        if isinstance(action, Committed):
-            self.committed(action.tid, action.result)
 
 
 class Process(Owner):
@@ -90,15 +44,20 @@ class Process(Owner):
         cluster.active(self)
         cluster.net.owner = self
         self.transport = SimTransport(cluster.nic, self)
-        role: Any = SimPrefill if self.prefill else SimDecode
+        role: Any = ROLES[world.direction, self.prefill]
         self.worker: Any = role(self._settings(), self.engine, self.transport)
         self.worker.transport = self.transport
-        if self.prefill:
+        if not self.prefill:
+            self.worker.committed, self.worker.waited = self._committed, cluster.waits
+        elif world.direction == "pull":
+            self.worker.lender.max_records = world.records
+        else:
             self.worker.unanswered = lambda tid: self._broken("whoever hears ABORT answers it", tid)
             self.worker.borrower.max_records = world.records
-        else:
-            self.worker.committed, self.worker.waited = self._committed, cluster.waits
-        self.shadow = Shadow(self.worker.ledger, self.memory, cluster.nic.may_land, self._broken, cluster.strict)
+        self.shadow = Shadow(
+            self.worker.ledger, self.memory, cluster.nic.may_land, self._broken, cluster.strict, epoch
+        )
+        self.shadow.pulled_from = self.prefill and world.direction == "pull"
         self.shadow.rows_of_running = world.max_running
         self.owners = self.shadow.owners
         self._engine_thread()
@@ -124,6 +83,7 @@ class Process(Owner):
             schedule_conservativeness=world.conservativeness,
             reserve=world.reserve,
             hold_timeout=world.hold_timeout,
+            direction=world.direction,
             allow_unproven=True,
             max_retained=world.max_retained,
         )
@@ -182,7 +142,7 @@ class Process(Owner):
         if self.shadow.changed:
             self.shadow.check()
             self.cluster.measure()
-            if self.prefill and worker.borrower.known > 2 * self.cluster.world.records:
+            if self.prefill and worker.standing().known > 2 * self.cluster.world.records:
                 self._broken("what a prefill engine remembers is bounded", None)
         if worker.faults or worker.ledger.faults:
             self.cluster.broken(
@@ -207,6 +167,16 @@ class Process(Owner):
         self.cluster.nic.died(self.epoch)
 
     # ------------------------------------------------------------ what the oracle asks
+
+    def under_way(self) -> int:
+        """Of a prefill worker: transfers that are not over on its side. What is in doubt counts as over."""
+        worker = self.worker
+        if self.cluster.world.direction == "pull":
+            held = sum(transfer.state is Lending.HOLDING for transfer in worker.lender.transfers.values())
+            excused = self.cluster.world.fencing == "none"
+            return len(worker.lender.transfers) - (held if excused else 0) + len(worker.unattached)
+        states = ("open", "failed", "done")
+        return len(worker.posts) + sum(r.count > 0 or r.state.value in states for r in worker.borrower.all_records())
 
     def lends(self, leg: Leg) -> bool:
         return self.shadow.lends(leg)

@@ -28,6 +28,7 @@ class Shadow:
         may_land: Callable[[Leg], bool],
         broken: Callable[[str, TransferId | None], None],
         strict: bool,
+        epoch: int,
     ) -> None:
         assert ledger.observe is not None
         self.ledger = ledger
@@ -35,12 +36,14 @@ class Shadow:
         self.may_land = may_land
         self.broken = broken
         self.strict = strict
+        self.epoch = epoch
         self.next: Observer = ledger.observe
         self.owners: dict[int, TransferId] = {}
         self.leases: dict[LeaseKey, Lease] = {}
         self.sizes: dict[TransferId, int] = {}
         self.ended: set[TransferId] = set()
         self.rows_of_running = 0
+        self.pulled_from = False  # its pages are lent to readers
         self.changed = False  # since the last look
         self.observed: Callable[[str, TransferId, Any, Any], None] | None = None  # for the story
         ledger.observe = self.observe
@@ -82,9 +85,10 @@ class Shadow:
             self.broken("a lease closes by exactly one proof", tid)
         if not isinstance(closed_by, Proof):
             self.broken("a lease closes by a proof, never by a timer or a wish", tid)
-        if self.strict and lease.key.kind is Borrowing.WRITE:
-            key = lease.key
-            if self.may_land(Leg(tid, 0, key.rank, key.epoch)):
+        key = lease.key
+        if self.strict and key.kind is (Borrowing.READ if self.pulled_from else Borrowing.WRITE):
+            leg = Leg(tid, key.rank, 0, self.epoch) if self.pulled_from else Leg(tid, 0, key.rank, key.epoch)
+            if self.may_land(leg):
                 self.broken("every byte that may still land is covered by an open lease of its own writer", tid)
 
     def _returned(self, tid: TransferId, pages: list[int]) -> None:

@@ -107,13 +107,15 @@ class Story:
             self._say(process.name, text, tid)
 
     def _nic(self, what: str, flight: Flight, detail: Any = None) -> None:
-        poster, lender = self._who(flight.leg.p_epoch), self._who(flight.conn.lender)
-        target = _pages(flight.target)
+        poster, lender = self._who(flight.conn.owner.epoch), self._who(flight.conn.lender)
+        name, target, source = f"{{{flight.leg.tid}}}", _pages(flight.target), _pages(flight.source)
+        there = f"{target} of {poster if flight.read else lender}"
+        post = f"{poster} reads {name}: {source} of {lender} into {target}" if flight.read else ""
         text = {
-            "posted": f"{poster} posts {{{flight.leg.tid}}} into {target} of {lender}",
-            "told": f"{poster} hears that its post of {{{flight.leg.tid}}} {OUTCOMES.get(detail, detail)}",
-            "raised": f"{poster}'s post of {{{flight.leg.tid}}} raises; it is under way all the same",
-            "lands": f"bytes of {{{flight.leg.tid}}} land in {target} of {lender}",
+            "posted": post or f"{poster} posts {name} into {there}",
+            "told": f"{poster} hears that its {'read' if post else 'post'} of {name} {OUTCOMES.get(detail, detail)}",
+            "raised": f"{poster}'s {'read' if post else 'post'} of {name} raises; it is under way all the same",
+            "lands": f"bytes of {name} land in {there}",
         }[what]
         self._say(poster.rstrip("'"), text, flight.leg.tid)
 

@@ -78,6 +78,7 @@ class World:
     conservativeness: float = 1.0
     reserve: Literal["early", "late"] = "early"
     step: float = 0.02  # seconds of an engine step
+    direction: Literal["push", "pull"] = "push"
     fencing: Fencing = "death"
     drains: bool = True  # the transport can say that a connection is drained
     page_seconds: float = 0.0002  # on the wire
@@ -98,7 +99,8 @@ class World:
         fence = FENCES[self.fencing]
         sizes = f"{self.prefill_pages}/{self.decode_pages} pages of {self.page_size} tokens"
         faults = ", ".join(f"{kind} {n}" for kind, n in sorted(_count(self.faults).items())) or "no faults"
-        return f"{self.prefills}P{self.decodes}D, {sizes}, {len(self.requests)} requests, fence: {fence}, {faults}"
+        what = f"{self.direction}, {self.prefills}P{self.decodes}D, {sizes}, {len(self.requests)} requests"
+        return f"{what}, fence: {fence}, {faults}"
 
 
 def _count(faults: tuple[Fault, ...]) -> dict[str, int]:
@@ -136,6 +138,7 @@ def world_of(seed: int, requests: int = 200) -> World:
     world = World(
         seed=seed,
         requests=tuple(made),
+        direction="pull" if random.Random(seed + 1).random() < 0.3 else "push",
         prefills=prefills,
         decodes=decodes,
         prefill_pages=need * rng.randint(1, 6),
