@@ -182,7 +182,7 @@ def d7_evict(self: Borrower, message: Any) -> list[Any]:
 
 
 CHECKED_TOO = ("H1", "H3 restart", "H11", "N3", "A9", "A4 + A5")
-PULLED_TOO = ("H1 pull", "H11 pull", "A9 pull", "H14 pull", "closed set pull")
+PULLED_TOO = ("H1 pull", "H11 pull", "A9 pull", "closed set pull")
 SIM_MUTANTS[:0] = [
     SimMutant(one.name, one.guards, one.about, one.changes, one.name == "H1 pull", pull=one.name in PULLED_TOO)
     for one in CHECKED
