@@ -174,9 +174,11 @@ class Process(Owner):
         if self.cluster.world.direction == "pull":
             held = sum(transfer.state is Lending.HOLDING for transfer in worker.lender.transfers.values())
             excused = self.cluster.world.fencing == "none"
-            return len(worker.lender.transfers) - (held if excused else 0) + len(worker.unattached)
+            return int(len(worker.lender.transfers) - (held if excused else 0) + len(worker.unattached))
         states = ("open", "failed", "done")
-        return len(worker.posts) + sum(r.count > 0 or r.state.value in states for r in worker.borrower.all_records())
+        return int(len(worker.posts)) + sum(
+            r.count > 0 or r.state.value in states for r in worker.borrower.all_records()
+        )
 
     def lends(self, leg: Leg) -> bool:
         return self.shadow.lends(leg)
