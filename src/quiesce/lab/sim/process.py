@@ -174,11 +174,11 @@ class Process(Owner):
         if self.cluster.world.direction == "pull":
             held = sum(transfer.state is Lending.HOLDING for transfer in worker.lender.transfers.values())
             excused = self.cluster.world.fencing == "none"
-            return int(len(worker.lender.transfers) - (held if excused else 0) + len(worker.unattached))
+            count: int = len(worker.lender.transfers) + len(worker.unattached)
+            return count - (held if excused else 0)
         states = ("open", "failed", "done")
-        return int(len(worker.posts)) + sum(
-            r.count > 0 or r.state.value in states for r in worker.borrower.all_records()
-        )
+        posts: int = len(worker.posts)
+        return posts + sum(r.count > 0 or r.state.value in states for r in worker.borrower.all_records())
 
     def lends(self, leg: Leg) -> bool:
         return self.shadow.lends(leg)
