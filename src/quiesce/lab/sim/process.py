@@ -177,8 +177,9 @@ class Process(Owner):
             count: int = len(worker.lender.transfers) + len(worker.unattached)
             return count - (held if excused else 0)
         states = ("open", "failed", "done")
-        posts: int = len(worker.posts)
-        return posts + sum(r.count > 0 or r.state.value in states for r in worker.borrower.all_records())
+        records = worker.borrower.all_records()
+        under_way: int = sum(record.count > 0 or record.state.value in states for record in records)
+        return under_way + len(worker.posts)
 
     def lends(self, leg: Leg) -> bool:
         return self.shadow.lends(leg)
