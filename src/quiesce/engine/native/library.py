@@ -24,7 +24,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "base": (),
 }
 FOLDER = Path(__file__).parent
-FLOAT32, BFLOAT16, INT8 = 0, 1, 2
+FLOAT32, BFLOAT16, INT8, INT8_OF_BF16 = 0, 1, 2, 3  # int8 weights: with activations in float32, in bfloat16
 
 
 NUMBERS = ("hidden", "inner", "layers", "heads", "kv_heads", "head_dim", "vocab", "page_size", "threads")
@@ -60,7 +60,7 @@ Address = int
 
 @dataclass(frozen=True)
 class Library:
-    """One level's build. Kinds are FLOAT32, BFLOAT16 or INT8; memory is given by address, row-major, unpadded."""
+    """One level's build. Kinds are those above; memory is given by address, row-major, unpadded."""
 
     level: str
     calls: Any

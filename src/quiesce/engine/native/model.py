@@ -54,7 +54,8 @@ class NativeModel:
         self.config, self.library, self._page_size = config, to, page_size
         self._held: list[object] = []  # what the library has addresses of
         cache = KINDS[weights.embedding.dtype]
-        self._arena = _Arena(to, weights, library.INT8 if quantized else cache)
+        int8_kind = library.INT8 if cache == library.FLOAT32 else library.INT8_OF_BF16
+        self._arena = _Arena(to, weights, int8_kind if quantized else cache)
         layers = (library.Layer * config.layers)(*(self._layer(layer) for layer in weights.layers))
         cosines, sines = rotary(config.rope, config.head_dim, context_length)
         described = library.Model(
@@ -152,7 +153,9 @@ class _Arena:
     def pack(self, matrix: torch.Tensor, bias: torch.Tensor | None) -> int:
         at = self._next
         self._next += self._size(matrix)
-        values, scale = int8(matrix) if self.kind == library.INT8 else (matrix.contiguous(), None)
+        values, scale = (
+            int8(matrix) if self.kind in (library.INT8, library.INT8_OF_BF16) else (matrix.contiguous(), None)
+        )
         added = None if bias is None else bias.float()
         self._library.pack(
             self.kind,

@@ -2,6 +2,7 @@
 // columns of the result; a panel is [depth / UNIT][COLUMNS][UNIT] values, then COLUMNS scales and COLUMNS biases.
 #pragma once
 #include "vectors.h"
+#include <vector>
 
 namespace {
 
@@ -46,9 +47,9 @@ inline __attribute__((always_inline)) void multiply(Floats (&sums)[R][S], const 
             ahead += stride;
         }
 #if defined(__AVX512BF16__)
-        if constexpr (std::is_same_v<T, bf16>) {
+        if constexpr (PAIRED<T>) {
             __m512bh b[S];
-            for (int s = 0; s < S; s++) b[s] = (__m512bh)_mm512_loadu_si512(w + 2 * W * s);
+            for (int s = 0; s < S; s++) b[s] = load_pairs(w + 2 * W * s);
             for (int r = 0; r < R; r++) {
                 __m512bh a = (__m512bh)_mm512_set1_epi32(read<int>(x + r * apart + k));
                 for (int s = 0; s < S; s++) sums[r][s] = (Floats)_mm512_dpbf16_ps((__m512)sums[r][s], a, b[s]);
@@ -77,6 +78,19 @@ template <int R = ROWS, class F> inline void with_rows(long rows, F f) {
     f(std::integral_constant<int, R>{});
 }
 
+// A panel of int8 as the same panel of bfloat16, in which later tiles of rows find it. Other panels stay what they are.
+template <class T> const auto *unpacked(const T *panel, long depth) {
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<T, int8_of_bf16>) {
+        static thread_local std::vector<bf16> values;
+        values.resize(depth * COLUMNS);
+        for (long i = 0; i < depth * COLUMNS; i += 2 * W) write(&values[i], load_pairs(panel + i));
+        return (const bf16 *)values.data();
+    } else
+#endif
+        return panel;
+}
+
 // out [rows, n] = x [rows, depth] times the matrix, times scale, plus bias; with `add`, added to out. Rows of `x` and
 // `out` are `apart` and `outs` values apart. Threads share the panels.
 template <class T>
@@ -91,6 +105,7 @@ void product(const Act<T> *x, long apart, long rows, const Matrix &m, float *out
         const T *w = (const T *)at;
         const float *scales = (const float *)(w + depth * COLUMNS), *biases = scales + COLUMNS;
         const long here = m.n - panel * COLUMNS < COLUMNS ? m.n - panel * COLUMNS : COLUMNS;
+        const auto *again = rows > ROWS ? unpacked(w, depth) : nullptr;
         for (long r0 = 0; r0 < rows; r0 += ROWS)
             with_rows(rows - r0, [&](auto count) {
                 constexpr int R = count;
@@ -100,7 +115,7 @@ void product(const Act<T> *x, long apart, long rows, const Matrix &m, float *out
                     multiply<R, SPAN, 3>(sums, from, apart, w, COLUMNS, depth, at + AHEAD, row_bytes,
                                          (int)(row_bytes / 64));
                 else  // meanwhile, the next one does
-                    multiply<R, SPAN, 2>(sums, from, apart, w, COLUMNS, depth,
+                    multiply<R, SPAN, 2>(sums, from, apart, again, COLUMNS, depth,
                                          at + bytes + (r0 / ROWS - 1) * stride * (depth / UNIT<T>), stride, lines);
                 for (int r = 0; r < R; r++) {
                     float *to = out + (r0 + r) * outs + panel * COLUMNS;

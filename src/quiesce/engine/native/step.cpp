@@ -8,7 +8,7 @@
 
 extern "C" {
 
-enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
+enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT8_OF_BF16 = 3 };
 
 struct Layer {
     const float *attention_norm, *mlp_norm, *q_norm, *k_norm;  // q_norm and k_norm: null where there are none
@@ -248,6 +248,7 @@ template <class T, class C> struct StepOf : Stepper {
 template <class F> auto with_kind(int kind, F f) {
     if (kind == BFLOAT16) return f(bf16{});
     if (kind == INT8) return f(int8_t{});
+    if (kind == INT8_OF_BF16) return f(int8_of_bf16{});
     return f(float{});
 }
 
@@ -285,7 +286,7 @@ API void *quiesce_open(const Model *model) {
     try {
         if (model->weights == FLOAT32) return new StepOf<float, float>(*model);
         if (model->weights == BFLOAT16) return new StepOf<bf16, bf16>(*model);
-        if (model->cache == BFLOAT16) return new StepOf<int8_t, bf16>(*model);
+        if (model->weights == INT8_OF_BF16) return new StepOf<int8_of_bf16, bf16>(*model);
         return new StepOf<int8_t, float>(*model);
     } catch (const std::exception &) {
         return nullptr;

@@ -35,6 +35,10 @@ constexpr bool DOT = false;
 struct bf16 {
     uint16_t bits;
 };
+// An int8 weight whose partner is an activation in bfloat16; int8_t is one whose partner is in float.
+struct int8_of_bf16 {
+    int8_t value;
+};
 
 typedef float Floats __attribute__((vector_size(4 * W)));
 typedef int32_t Ints __attribute__((vector_size(4 * W)));
@@ -43,9 +47,10 @@ typedef uint16_t Halves __attribute__((vector_size(2 * W)));
 typedef int8_t Bytes __attribute__((vector_size(W)));
 
 // What activations are kept as, to be multiplied with T.
-template <class T> using Act = std::conditional_t<DOT && std::is_same_v<T, bf16>, bf16, float>;
+template <class T> constexpr bool PAIRED = DOT && (std::is_same_v<T, bf16> || std::is_same_v<T, int8_of_bf16>);
+template <class T> using Act = std::conditional_t<PAIRED<T>, bf16, float>;
 // Depths of a product are padded to this, with zero weights.
-template <class T> constexpr int UNIT = std::is_same_v<Act<T>, bf16> ? 2 : 1;
+template <class T> constexpr int UNIT = PAIRED<T> ? 2 : 1;
 
 inline long up(long n, long unit) { return (n + unit - 1) / unit * unit; }
 
@@ -74,6 +79,20 @@ inline Floats load(const int8_t *at) {
     return __builtin_convertvector(__builtin_convertvector(read<Bytes>(at), Ints), Floats);
 #endif
 }
+inline Floats load(const int8_of_bf16 *at) { return load(&at->value); }
+#if defined(__AVX512BF16__)
+// W pairs, as vdpbf16ps takes them.
+inline __m512bh load_pairs(const bf16 *at) { return (__m512bh)_mm512_loadu_si512(at); }
+inline __m512bh load_pairs(const int8_of_bf16 *at) {  // an int8 fits into the upper half of a float
+    static const struct UpperHalves {
+        alignas(64) uint16_t at[2 * W];
+        constexpr UpperHalves() : at() {
+            for (int i = 0; i < 2 * W; i++) at[i] = (uint16_t)(2 * i + 1);
+        }
+    } upper;
+    return (__m512bh)_mm512_permutex2var_epi16((__m512i)load(at), _mm512_load_si512(upper.at), (__m512i)load(at + W));
+}
+#endif
 inline float widen(float x) { return x; }
 inline float widen(bf16 x) {
     uint32_t bits = (uint32_t)x.bits << 16;
