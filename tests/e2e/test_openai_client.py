@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -132,4 +134,32 @@ def test_real_model_answers_and_stops_by_itself(real: Product) -> None:
         answer = client.chat.completions.create(model="smollm2", messages=question, temperature=0, max_tokens=100)
     assert "Paris" in (answer.choices[0].message.content or "")
     assert answer.choices[0].finish_reason == "stop"
+    real.check_idle(real.boot)
+
+
+def test_real_model_fills_in_a_schema_and_calls_a_tool(real: Product) -> None:
+    text = {"type": "string", "maxLength": 12}
+    schema = {
+        "type": "object",
+        "properties": {"name": text, "age": {"type": "integer", "minimum": 0, "maximum": 120}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema | {"properties": {"city": text},
+            "required": ["city"]}}}  # fmt: skip
+    question = [{"role": "user", "content": "Describe a person. What is the weather in Paris?"}]
+    with real.client() as client:
+        asked: dict[str, Any] = {"model": "smollm2", "messages": question, "max_tokens": 60}
+        for temperature in (0, 1):
+            answer = client.chat.completions.create(**asked, temperature=temperature, response_format=form)
+            person = json.loads(answer.choices[0].message.content or "")
+            assert len(person["name"]) <= 12 and 0 <= person["age"] <= 120 and len(person) == 2
+        forced = client.chat.completions.create(
+            **asked, temperature=0, tools=[tool], tool_choice="required", parallel_tool_calls=False
+        )
+        (call,) = forced.choices[0].message.tool_calls or ()
+        assert call.function.name == "weather" and list(json.loads(call.function.arguments)) == ["city"]
+        response = client.responses.create(model="smollm2", input="Say hello.", max_output_tokens=8)
+        assert response.output_text and response.status == "incomplete"
     real.check_idle(real.boot)
