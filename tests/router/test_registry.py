@@ -195,6 +195,15 @@ def test_d3_the_limit_of_the_pairs_is_the_least_of_context_and_pools() -> None:
     assert pairing.context_limit([p, d, other]) == 300  # it is in no pair
 
 
+def test_health_names_what_computes_a_workers_steps() -> None:
+    registry = Registry()
+    up(registry, "prefill-0", step="native avx2")
+    up(registry, "decode-0", step="plain PyTorch: the native step is off")
+    _, detail = report(registry, 0.0, False, Standing())
+    told = {worker["name"]: worker["step"] for worker in detail["workers"]}
+    assert told == {"prefill-0": "native avx2", "decode-0": "plain PyTorch: the native step is off"}
+
+
 def test_a_full_worker_is_healthy_and_not_chosen() -> None:
     registry = Registry()
     p, d = up(registry, "prefill-0", "decode-0")
