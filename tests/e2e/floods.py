@@ -195,7 +195,11 @@ def flood(serve: Product, rooms: int, connections: int, requests: int) -> dict[s
             assert serve.ask([30, 31, 32]) == right
         assert not steady.errors, steady.errors
     now = serve.metrics()
-    names = [name for name in now if "handshakes_failed" in name or "http_heads" in name or "malformed" in name]
+    names = [
+        name
+        for name in now
+        if "handshakes_failed" in name or "connections_total" in name or "http_heads" in name or "malformed" in name
+    ]
     return {
         "seconds": round(time.monotonic() - began, 1),
         "fake rooms": dict(outcomes),

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import zmq
 import zmq.asyncio
 
-from quiesce.channel.frames import HANDSHAKE_FAILED, Framing, LinkEvent, LinkState, Received, watch
+from quiesce.channel.frames import ARRIVALS, Counts, Framing, LinkEvent, LinkState, Received, watch
 from quiesce.channel.keys import KeyPair
 from quiesce.channel.options import configure_link, configure_listener, remove_socket_file
 from quiesce.core.messages import Codec, Wire
@@ -73,7 +73,7 @@ class AsyncListener(_AsyncEnd):
         self.socket = context.socket(zmq.ROUTER, socket_class=zmq.asyncio.Socket)
         configure_listener(self.socket, keys)
         self._monitor = context.socket(zmq.PAIR, socket_class=zmq.asyncio.Socket)
-        watch(self.socket, self._monitor, HANDSHAKE_FAILED)
+        watch(self.socket, self._monitor, ARRIVALS)
         self._watching = asyncio.get_running_loop().create_task(self._watch(), name=f"watch {bind}")
         try:
             self.socket.bind(bind)
@@ -92,13 +92,11 @@ class AsyncListener(_AsyncEnd):
 
     async def _watch(self) -> None:
         while True:
-            await self._monitor.recv_multipart()
-            self._framing.counts.handshakes_failed += 1
+            self.counts.arrival(await self._monitor.recv_multipart())
 
     @property
-    def handshakes_failed(self) -> int:
-        """Connections that never became a peer's."""
-        return self._framing.counts.handshakes_failed
+    def counts(self) -> Counts:
+        return self._framing.counts
 
     def close(self) -> None:
         if not self.socket.closed:

@@ -34,12 +34,21 @@ class Counts:
 
     dropped: int = 0  # sends refused: no such peer, peer not connected, its queue full, message too large
     malformed: int = 0  # received, not a message
-    handshakes_failed: int = 0  # of whoever connected: no peer of ours, gave up half way, or spoke something else
+    accepted: int = 0  # connections of whoever it may be
+    handshakes_failed: int = 0  # of those: a key that is not known, or a handshake that stopped half way
+
+    def arrival(self, frames: list[bytes]) -> None:
+        """Counts what a listener's monitor says."""
+        if parse_monitor_message(frames)["event"] == zmq.EVENT_ACCEPTED:
+            self.accepted += 1
+        else:
+            self.handshakes_failed += 1
 
 
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+ARRIVALS = HANDSHAKE_FAILED | zmq.EVENT_ACCEPTED
 MONITOR_HIGH_WATER = 50_000  # events; ZeroMQ's own thread waits when there are more
 
 

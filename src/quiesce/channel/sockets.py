@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import zmq
 
 from quiesce.channel.frames import (
-    HANDSHAKE_FAILED,
+    ARRIVALS,
     MONITOR_HIGH_WATER,
+    Counts,
     Framing,
     LinkEvent,
     LinkState,
@@ -78,7 +79,7 @@ class Listener(_End):
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER, socket_class=zmq.Socket)
         configure_listener(self.socket, keys)
         self._monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR, socket_class=zmq.Socket)
-        watch(self.socket, self._monitor, HANDSHAKE_FAILED)
+        watch(self.socket, self._monitor, ARRIVALS)
         try:
             self.socket.bind(bind)
         except zmq.ZMQError:
@@ -92,14 +93,16 @@ class Listener(_End):
 
     def receive(self, limit: int = 256) -> list[Received]:
         """What has arrived, at most `limit` messages; never waits."""
-        failed = self._drain(self._monitor, MONITOR_HIGH_WATER, len)
-        self._framing.counts.handshakes_failed += len(failed)
+        counts = self._framing.counts
+        self._drain(
+            self._monitor, MONITOR_HIGH_WATER, lambda frames: counts.arrival([frame.bytes for frame in frames])
+        )
         return self._drain(self.socket, limit, self._framing.from_peer)
 
     @property
-    def handshakes_failed(self) -> int:
-        """Connections that never became a peer's, as of the last `receive`."""
-        return self._framing.counts.handshakes_failed
+    def counts(self) -> Counts:
+        """As of the last `receive`."""
+        return self._framing.counts
 
     def close(self, linger_ms: int = 0) -> None:
         """`linger_ms`: how long the context's end waits for what was sent before."""

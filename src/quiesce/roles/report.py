@@ -87,7 +87,7 @@ def record(worker: Worker, leg: WorkerLeg, ended: Ended) -> None:
 
 def worker_samples(worker: Worker) -> list[Sample]:
     """Of every role."""
-    ledger, legs, batch = worker.ledger, worker.legs, worker.batch
+    ledger, legs, batch, arrivals = worker.ledger, worker.legs, worker.batch, worker.listener.counts
     census = ledger.census()
     return [
         *(gauge("kv_pages", "KV pages by state", getattr(census, state), state=state) for state in PAGES),
@@ -121,9 +121,8 @@ def worker_samples(worker: Worker) -> list[Sample]:
         gauge("num_queue_reqs", "Requests at this worker that are not in the batch", len(legs) - len(batch)),
         counter("engine_steps_total", "Steps the engine has made", worker.thread.steps),
         counter("faults_total", "Unexpected errors that were logged and survived", worker.fault_count),
-        counter(
-            "handshakes_failed_total", "Connections that never became a peer's", worker.listener.handshakes_failed
-        ),
+        counter("connections_total", "Connections to the control socket, of whoever it may be", arrivals.accepted),
+        counter("handshakes_failed_total", "Of those: that never became a peer's", arrivals.handshakes_failed),
         counter("messages_malformed_total", "Frames from peers and router that were no message", worker.malformed),
         gauge(
             "transport_unproven",

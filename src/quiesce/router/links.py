@@ -89,7 +89,8 @@ class Links:
             "malformed_messages": self.malformed + sum(end.malformed for end in ends),
             "refused_keys": self._authenticator.refused,
             "registrations_misnamed": self.strangers,
-            "handshakes_failed": self._registry.handshakes_failed,
+            "connections": self._registry.counts.accepted,
+            "handshakes_failed": self._registry.counts.handshakes_failed,
         }
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from quiesce.channel.frames import LinkEvent, Received
+from quiesce.channel.frames import Counts, LinkEvent, Received
 from quiesce.core.messages import Wire
 from quiesce.lab.sim.clock import Loop
 
@@ -107,7 +107,8 @@ class Network:
 class SimListener:
     """As `quiesce.channel.Listener`."""
 
-    malformed = dropped = handshakes_failed = 0
+    malformed = dropped = 0
+    counts = Counts()
     socket = None
 
     def __init__(self, net: Network, endpoint: str, keys: SimKeys) -> None:
