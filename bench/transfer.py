@@ -32,7 +32,8 @@ from quiesce.transfer import registry
 from quiesce.transfer.arena import shared_arena
 
 SMALL, BIG = 23 << 10, 64 << 20  # bytes of a page
-POOL = 3000
+POOL = 7000
+CROWD, CROWD_PAGES = 32, 200  # prompts of 3,200 tokens
 OWN, THEIR = 0, 1  # cores
 PATIENCE = 30.0
 SHARE = {"shm": 0.90, "tcp": 0.90}  # of the bare loop's bandwidth; others:
@@ -56,11 +57,12 @@ class Case:
 def cases() -> list[Case]:
     draw = random.Random(23)
     scattered = [(draw.sample(range(POOL), 2000), draw.sample(range(POOL), 2000))]
-    targets = draw.sample(range(POOL), 32 * 62)
-    crowd = [(draw.sample(range(POOL), 62), targets[i * 62 : i * 62 + 62]) for i in range(32)]
+    targets = draw.sample(range(POOL), CROWD * CROWD_PAGES)
+    starts = range(0, len(targets), CROWD_PAGES)
+    crowd = [(draw.sample(range(POOL), CROWD_PAGES), targets[at : at + CROWD_PAGES]) for at in starts]
     return [
         Case("2,000 pages of 23 KiB", POOL, SMALL, scattered),
-        Case("32 transfers at once of 62 pages of 23 KiB", POOL, SMALL, crowd),
+        Case("32 transfers at once of 200 pages of 23 KiB", POOL, SMALL, crowd),
         Case("one block of 64 MiB", 2, BIG, [([0], [1])]),
     ]
 

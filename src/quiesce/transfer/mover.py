@@ -24,7 +24,7 @@ import numpy as np
 
 from quiesce.transfer import mover_wire as wire
 
-SLICE_BYTES = 2 << 20  # copied for one lender before the next one's turn
+SLICE_BYTES = 6 << 20  # copied for one lender before the next one's turn
 PREFAULT_BYTES = 8 << 20
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; map pages without changing their contents
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -63,6 +63,7 @@ class Mover:
         self._attached: dict[int, Attachment] = {}
         self._busy: deque[Attachment] = deque()
         self._outbox: deque[wire.Packet] = deque()  # bounded by what the engine has asked for
+        self._blocked = False  # the engine does not read as fast as we report
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
         self._watch(control, self._on_control)
@@ -113,24 +114,26 @@ class Mover:
     def _flush(self) -> None:
         while self._outbox and wire.send(self._control, self._outbox[0]):
             self._outbox.popleft()
-        waiting = select.EPOLLOUT if self._outbox else 0
-        self._epoll.modify(self._control.fileno(), select.EPOLLIN | waiting)
+        waiting = bool(self._outbox)
+        if waiting != self._blocked:
+            self._blocked = waiting
+            self._epoll.modify(self._control.fileno(), select.EPOLLIN | (select.EPOLLOUT if waiting else 0))
 
     # ------------------------------------------------------------ copying
 
     def _accept(self, job: wire.Job) -> None:
         attachment = self._attached.get(job.peer)
-        src = np.frombuffer(job.src, dtype=np.int32)
-        dst = np.frombuffer(job.dst, dtype=np.int32)
+        src = np.frombuffer(job.src, dtype=np.int32).tolist()
+        dst = np.frombuffer(job.dst, dtype=np.int32).tolist()
         reason = self._refusal(job, attachment, src, dst)
         if reason is not None or attachment is None:
             self._report(wire.Dropped(job.id, reason or "not attached"))
             return
         if not attachment.jobs:
             self._busy.append(attachment)
-        attachment.jobs.append(Copy(job.id, src.tolist(), dst.tolist(), job.read))
+        attachment.jobs.append(Copy(job.id, src, dst, job.read))
 
-    def _refusal(self, job: wire.Job, attachment: Attachment | None, src: np.ndarray, dst: np.ndarray) -> str | None:
+    def _refusal(self, job: wire.Job, attachment: Attachment | None, src: list[int], dst: list[int]) -> str | None:
         if attachment is None or attachment.generation is None or attachment.pages is None:
             return "not attached to this lender"
         if job.generation != attachment.generation:
@@ -142,9 +145,9 @@ class Mover:
         source, target = (attachment.pages, self._own) if job.read else (self._own, attachment.pages)
         if not target.flags.writeable:
             return "these pages may be read only"
-        if src.min() < 0 or src.max() >= len(source):
+        if min(src) < 0 or max(src) >= len(source):
             return f"source page outside 0..{len(source) - 1}"
-        if dst.min() < 0 or dst.max() >= len(target):
+        if min(dst) < 0 or max(dst) >= len(target):
             return f"target page outside 0..{len(target) - 1}"
         return None
 

@@ -38,6 +38,7 @@ class Target:
     attached: bool = False
     retry_at: float | None = None
     tries: int = 0
+    granted: tuple[tuple[int, ...], frozenset[int]] = ((), frozenset())  # of the last post
     over: bool = False  # disconnected, or the lender is gone for good
 
 
@@ -71,6 +72,8 @@ def refusal_of(
         return f"a page of ours is outside 0..{arena.count - 1}"
     if len(theirs) and (min(theirs) < 0 or max(theirs) >= lender.pages):
         return f"a page of the lender is outside 0..{lender.pages - 1}"
-    if not frozenset(grant.pages).issuperset(theirs):
+    if state.granted[0] is not grant.pages:  # posts of one transfer come one after the other
+        state.granted = (grant.pages, frozenset(grant.pages))
+    if not state.granted[1].issuperset(theirs):
         return "a page is not in the grant"
     return None

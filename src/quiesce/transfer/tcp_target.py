@@ -31,6 +31,7 @@ class Target:
     up: set[int] = field(default_factory=set)  # lanes of the attachment that stand
     losing: str | None = None  # why, while the lanes of a lost attachment end
     final: bool = False
+    granted: tuple[tuple[int, ...], frozenset[int]] = ((), frozenset())  # of the last post
     over: bool = False
     reads: bool = False
     retry_at: float | None = None
@@ -71,7 +72,9 @@ def refusal(target: Target, own_pages: int, own: Sequence[int], remote: Sequence
         return f"a page is outside 0..{own_pages - 1}"
     if len(remote) and (min(remote) < 0 or max(remote) >= target.lender.pages):
         return f"a page of the peer's is outside 0..{target.lender.pages - 1}"
-    if not frozenset(grant.pages).issuperset(remote):
+    if target.granted[0] is not grant.pages:  # posts of one transfer come one after the other
+        target.granted = (grant.pages, frozenset(grant.pages))
+    if not target.granted[1].issuperset(remote):
         return "a page is not in the grant"
     return None
 
