@@ -33,6 +33,18 @@ def test_the_same_seed_is_the_same_run_in_any_process() -> None:
     assert there.stdout.split() == [str(here.events), str(here.seconds)]
 
 
+@pytest.mark.parametrize(
+    ("seed", "requests"),
+    [
+        (8054, 200),  # a read in doubt was never drained once its source had died
+        (3, 200),  # no fence: what prefill holds of a post in doubt was not reported as retained
+        (62, 200),
+    ],
+)
+def test_a_seed_that_once_broke_a_rule_breaks_none(seed: int, requests: int) -> None:
+    assert simulate_seed(seed, requests).broken is None
+
+
 def test_the_names_at_the_edges_are_put_back() -> None:
     from quiesce.roles import decode, prefill, prefill_peers, registration, worker  # noqa: PLC0415
     from quiesce.router import dispatch  # noqa: PLC0415

@@ -29,6 +29,7 @@ class Sources:
         self._transport = transport
         self._epoch = epoch
         self._connected: dict[int, list[Peer]] = {}  # the newest last
+        self._dropped: dict[int, list[Peer]] = {}  # of sources that died: what was read from them may be in doubt
 
     def descriptor(self, peer_epoch: int) -> bytes:
         return self._transport.descriptor(peer_epoch)
@@ -54,11 +55,12 @@ class Sources:
 
     def drained(self, peer_epoch: int) -> bool:
         """Whether everything that was ever read from it has landed or never will."""
-        known = self._connected.get(peer_epoch)
-        return known is not None and all(self._transport.drain(peer) for peer in known)
+        known = [*self._dropped.get(peer_epoch, []), *self._connected.get(peer_epoch, [])]
+        return bool(known) and all(self._transport.drain(peer) for peer in known)
 
     def drop(self, peer_epoch: int) -> None:
         for peer in self._connected.pop(peer_epoch, []):
+            self._dropped.setdefault(peer_epoch, []).append(peer)
             self._transport.disconnect(peer)
 
 
