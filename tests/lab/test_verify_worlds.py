@@ -21,7 +21,7 @@ SLICE = {
     "both": 6_000,
     "fence": 15_000,
     "digest": 8_000,
-    "short": 3_000,
+    "short": 2_500,
     "mispaired": 1_000,
     "full": 9_000,
     "decodes": 3_000,
