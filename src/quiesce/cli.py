@@ -15,6 +15,7 @@ from cyclopts.config import Env, Toml
 
 from quiesce.lab import commands as lab_commands
 from quiesce.lab.plan import options as plan_options
+from quiesce.ops import doctor_command
 from quiesce.options import (
     SUPERVISED,
     ClusterOptions,
@@ -171,6 +172,7 @@ def colocated(
 
 app.command(lab_commands.race, sort_key=5)
 app.command(lab_commands.soak, sort_key=8)
+app.command(doctor_command.doctor, sort_key=2)
 
 model_app = App(name="model", help="Fetch and list models.", sort_key=3)
 app.command(model_app)

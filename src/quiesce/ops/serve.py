@@ -88,7 +88,7 @@ def serve(asked: Serve) -> int:
     """Runs until Ctrl-C or SIGTERM; returns the exit code. Raises SettingsError or OSError before any start."""
     check_cluster(asked.cluster)
     check_routing(asked.routing, asked.hand_off)
-    _check_children(asked)
+    check_children(asked)
     check_keys(asked.http.api_keys)
     check_model(asked.model, asked.sizes, asked.engine, len(asked.worker_names))
     asked = replace(asked, http=replace(asked.http, port=choose_port(asked.http.host, asked.http.port)))
@@ -100,7 +100,7 @@ def serve(asked: Serve) -> int:
         run_dir.remove()
 
 
-def _check_children(asked: Serve) -> None:
+def check_children(asked: Serve) -> None:
     """What every child would refuse is refused here, once and before there is a child."""
     nowhere = Path()
     wiring = WorkerWiring("", nowhere, nowhere, nowhere, "worker")
