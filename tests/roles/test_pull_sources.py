@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import pytest
+
 from quiesce.roles.pull_reading import Sources
 from quiesce.transfer.interface import Peer, Transport
 
@@ -43,3 +45,12 @@ def test_a15_a_read_in_doubt_is_drained_after_its_source_has_died() -> None:
     assert not sources.drained(SOURCE), "its bytes may still land"
     transport.drained.add(peer)
     assert sources.drained(SOURCE)
+
+
+def test_a_descriptor_that_leads_to_another_process_is_refused() -> None:
+    """Reads are fenced by whom they are from: a fence of `SOURCE` would have proven nothing about these."""
+    transport: Any = Drains()
+    sources = Sources(cast(Transport, transport), 1)
+    with pytest.raises(ValueError, match="leads to another process"):
+        sources.settle(SOURCE + 1, b"")
+    assert len(transport.ended) == 1 and sources.peer(SOURCE + 1) is None

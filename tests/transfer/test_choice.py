@@ -167,6 +167,31 @@ def test_two_engines_at_once_do_not_mix(made: Callable[..., Choice], pull: bool)
         hub.disconnect(both[0].peer)  # twice is harmless
 
 
+def test_a12_a_post_that_raised_loses_no_other_post_its_outcome(
+    made: Callable[..., Choice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine had taken the post before it raised, and tells of its end all the same, beside those of others."""
+    decode, prefill = made(D, "tcp"), made(P, "tcp")
+    hello, _ = shake(decode, prefill)
+    peer = prefill.connect(hello, P)
+    grant = Grant(0, until(lambda: decode.lend(P, range(PAGES)), decode, prefill), tuple(range(PAGES)))
+    engine = prefill._engines["tcp"]
+    write = engine.write
+
+    def raises(*arguments: Any) -> None:
+        write(*arguments)
+        raise OSError("no buffer space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "write", raises)
+        with pytest.raises(OSError, match="no buffer space"):
+            prefill.write(peer, [0], [0], grant)
+    post = prefill.write(peer, [1], [1], grant)
+    ended: list[tuple[Any, Outcome]] = []
+    until(lambda: ended.extend(prefill.poll()) or ended, decode, prefill)
+    assert ended == [(post, Outcome.PLACED)]
+
+
 def test_what_is_claimed_before_a_peer_is_known() -> None:
     both = merged([SHM, TCP])
     assert (both.name, both.lane) == ("auto", "shm tcp")

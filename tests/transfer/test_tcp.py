@@ -339,6 +339,112 @@ def test_a_lender_that_is_gone_is_gone_for_good(pair: Pair) -> None:
     assert pair.outcome(pair.poster.transport.write(peer, [0], [0], grant)) is Outcome.FAILED_CLEAN
 
 
+def _end_but_for_one_receive(pair: Pair, peer: Peer) -> Any:
+    """The poster's connections are lost and made anew, while the lender is in the middle of a receive on an old one
+    (its lock, which is held here). Returns when the new ones have knocked."""
+    lender = pair.lender.transport._lender
+    old = lender._attached[P]
+    for lane in pair.poster.transport._poster._targets[peer.number].lanes:
+        lane.end()
+    pair.until(lambda: lender._attached.get(P) not in (None, old), "the poster to knock again")
+    return old
+
+
+def test_h16_a_fence_waits_for_a_receive_on_a_connection_that_was_replaced(pair: Pair) -> None:
+    """The old connection was out of the table already: the fence did not wait for it, and its last bytes landed in
+    pages that were somebody else's by then."""
+    peer = pair.attach()
+    grant = pair.lend()
+    stream = next(iter(pair.lender.transport._lender._attached[P].streams.values()))
+    proofs: list[Any] = []
+    fence = threading.Thread(target=lambda: proofs.append(pair.lender.transport.fence(P, grant.generation)))
+    with stream._lock:
+        _end_but_for_one_receive(pair, peer)
+        fence.start()
+        fence.join(0.3)
+        assert not proofs, "proven while a receive may be under way"
+    fence.join(PATIENCE)
+    assert proofs and proofs[0] is not None
+
+
+def test_a9_nothing_is_said_of_lost_posts_while_an_old_connection_can_still_place(pair: Pair) -> None:
+    """Its end had begun, so the new attachment did not wait for it: the post was called FAILED_CLEAN too early."""
+    peer = pair.attach()
+    grant = pair.lend()
+    stream = next(iter(pair.lender.transport._lender._attached[P].streams.values()))
+    with stream._lock:
+        posts = [pair.poster.transport.write(peer, [0], [i], grant) for i in range(8)]
+        _end_but_for_one_receive(pair, peer)
+        deadline = time.monotonic() + 0.3
+        while time.monotonic() < deadline:
+            pair.lender.turn()
+            pair.poster.turn()
+            assert Outcome.FAILED_CLEAN not in pair.poster.ended.values()
+    assert Outcome.FAILED_CLEAN in {pair.outcome(post) for post in posts}
+    pair.until(lambda: pair.lender.transport.generation(P), "the new attachment")
+    placing = pair.lender.transport._lender._placing
+    pair.until(lambda: len(placing[P]) == 2, "the old connections to be forgotten")
+
+
+class Liar:
+    """A lender that answers reads as it likes after an honest handshake. One lane."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        found = msgspec.msgpack.decode(pair.lender.transport.descriptor(P), type=wire.Descriptor)
+        self.descriptor = msgspec.structs.replace(found, port=self.listener.getsockname()[1], lanes=1)
+
+    def attach(self, pair: Pair) -> Peer:
+        peer = pair.poster.transport.connect(msgspec.msgpack.encode(self.descriptor), P)
+        self.sock, _ = self.listener.accept()
+        knock = wire.receive_packet(self.sock, time.monotonic() + 5)
+        assert isinstance(knock, wire.Knock)
+        self.sock.settimeout(5)
+        proof = wire.proof_of(self.descriptor.secret, b"lender", knock, b"n" * 16)
+        wire.send_packet(self.sock, wire.Challenge(b"n" * 16, proof))
+        wire.receive_packet(self.sock, time.monotonic() + 5)
+        wire.send_packet(self.sock, wire.Attached(1))
+        pair.until(lambda: pair.poster.transport._poster._targets[peer.number].attached, "the poster to know")
+        return peer
+
+    def job(self) -> int:
+        self.sock.settimeout(5)
+        header = Header._make(HEADER.unpack(self.sock.recv(HEADER.size, socket.MSG_WAITALL)))
+        self.sock.recv(4 * header.pages, socket.MSG_WAITALL)
+        return header.job
+
+    def close(self) -> None:
+        self.sock.close()
+        self.listener.close()
+
+
+def test_a_read_that_ends_without_its_pages_is_not_placed(pair: Pair) -> None:
+    """What was in the reader's page before would have been taken for what it asked for."""
+    liar = Liar(pair)
+    peer = liar.attach(pair)
+    post = pair.poster.transport.read(peer, [0], [0], Grant(0, 1, (0,)))
+    liar.sock.sendall(ANSWER.pack(Status.PLACED, 1, liar.job()))
+    liar.listener.close()
+    assert pair.outcome(post) is Outcome.FAILED_CLEAN
+    liar.close()
+
+
+def test_pages_of_a_read_come_once(pair: Pair) -> None:
+    """A second time they would land after the read was PLACED, in pages that may be somebody else's."""
+    liar = Liar(pair)
+    peer = liar.attach(pair)
+    post = pair.poster.transport.read(peer, [0], [0], Grant(0, 1, (0,)))
+    job = liar.job()
+    data = ANSWER.pack(Status.DATA, 1, job)
+    placed = ANSWER.pack(Status.PLACED, 1, job)
+    liar.sock.sendall(data + b"\x01" * PAGE_BYTES + placed + data + b"\x02" * PAGE_BYTES + placed)
+    assert pair.outcome(post) is Outcome.PLACED
+    pair.until(lambda: pair.poster.lost, "the connection to be given up")
+    assert "broke the protocol" in pair.poster.lost[0].reason or "not under way" in pair.poster.lost[0].reason
+    assert (pair.poster.arena.pages[0] == 1).all()
+    liar.close()
+
+
 # ---------------------------------------------------------------- settings
 
 

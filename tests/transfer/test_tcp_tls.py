@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import socket
 import ssl
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from cryptography.x509.oid import NameOID
 
 from quiesce.core.posting import Outcome
 from quiesce.transfer.tcp import TcpTransport
+from quiesce.transfer.tcp_stream import Stream
 from quiesce.transfer.tcp_tls import Tls
+from quiesce.transfer.tcp_wire import Closed
 
 from .test_tcp import P, Pair
 
@@ -103,3 +106,24 @@ def test_files_that_do_not_do_are_named(tmp_path: Path) -> None:
 
 def test_old_versions_of_tls_are_not_spoken(tls: Tls) -> None:
     assert all(context.minimum_version is ssl.TLSVersion.TLSv1_3 for context in tls.contexts())
+
+
+def test_a_connection_that_is_ended_yields_no_raw_bytes_of_the_wire(tls: Tls) -> None:
+    """A receive that is under way when another thread ends the connection: what it stores is what was sent."""
+    server, client = tls.contexts()
+    ours, theirs = socket.socketpair()
+    wrapped: list[ssl.SSLSocket] = []
+    handshake = threading.Thread(target=lambda: wrapped.append(server.wrap_socket(theirs, server_side=True)))
+    handshake.start()
+    stream = Stream(client.wrap_socket(ours))
+    handshake.join(10)
+    wrapped[0].sendall(b"\x07" * 4096)
+    stream.end()
+    received, buffer = b"", bytearray(8192)
+    with pytest.raises(Closed):
+        while True:
+            got = stream.receive_some(memoryview(buffer))
+            received += buffer[: got or 0]
+    assert set(received) <= {7}
+    for sock in (stream.sock, wrapped[0]):
+        sock.close()

@@ -83,7 +83,9 @@ class DecodeWorker(AnsweringWorker):
             generation: int | None = self.null.generation
         else:
             generation = self.transport.lend(prefill, self.ledger.pages(tid))
-            assert generation is not None
+            if generation is None:  # it was attached when its turn came, and has ended since
+                self.tell(End(tid, "the prefill engine is not attached any more"))
+                return
             self.lent[tid] = (prefill, generation)
         assert generation is not None
         self.tell(Publish(tid, 0, self.region.id, generation, remaining_ms))

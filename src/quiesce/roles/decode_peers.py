@@ -126,6 +126,7 @@ class DecodePeers:
         before = self.by_epoch.get(confirm.epoch)
         if before is not None and before is not known:
             self._by_sender.pop(before.sender, None)  # the same process on a new connection
+            known.peer, known.replaced = before.peer, before.replaced  # its posts are still to be heard of
         self.by_epoch[confirm.epoch] = known
         try:
             self._connect(known)

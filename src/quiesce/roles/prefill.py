@@ -236,8 +236,10 @@ class PrefillWorker(Worker):
         """Writes the sibling's pages, under a lease like any step of ours: an ended holding refuses it."""
         key = LeaseKey.compute(sibling.tid)
         self.ledger.lend(key)
-        self.engine.kv.copy(eldest.pages[: len(sibling.pages)], sibling.pages)
-        self.ledger.close(key, Proof.spoken(ProofKind.COMPLETED, key))
+        try:
+            self.engine.kv.copy(eldest.pages[: len(sibling.pages)], sibling.pages)
+        finally:  # it copies on this thread: whatever it raises, nothing of it goes on
+            self.ledger.close(key, Proof.spoken(ProofKind.COMPLETED, key))
 
     def computed(self, sequence: Sequence, result: Result) -> None:
         job = self.by_tid[sequence.tid]

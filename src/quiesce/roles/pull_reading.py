@@ -37,6 +37,9 @@ class Sources:
     def settle(self, peer_epoch: int, reply: bytes) -> None:
         """The same descriptor gives the same connection; posts on an earlier one have still to be heard of."""
         peer = self._transport.connect(reply, self._epoch)
+        if peer.epoch != peer_epoch:  # reads are fenced by the epoch of whom they are from
+            self._transport.disconnect(peer)
+            raise ValueError(f"its descriptor leads to another process ({peer.epoch:016x})")
         known = self._connected.get(peer_epoch, [])
         if peer not in known:
             for old in known:

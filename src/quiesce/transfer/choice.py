@@ -285,9 +285,10 @@ class Choice(Transport):
         ended = []
         for label, engine in self._engines.items():
             for inner, outcome in engine.poll():
-                post = self._posts.pop((label, inner.id))
-                del self._inner[post.id]
-                ended.append((post, outcome))
+                post = self._posts.pop((label, inner.id), None)
+                if post is not None:  # else posting it raised, and that was its outcome
+                    del self._inner[post.id]
+                    ended.append((post, outcome))
         return ended
 
     def try_cancel(self, post: Post) -> bool:

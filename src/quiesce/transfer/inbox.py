@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -18,12 +19,14 @@ class Inbox:
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._watch = watch
         self._closed = False
+        self._lock = threading.Lock()  # a number that was closed may be another file's already
         watch.add(self._event, self._run)
 
     def put(self, call: Callable[[], None]) -> None:
         self._calls.append(call)
-        if not self._closed:
-            os.eventfd_write(self._event, 1)
+        with self._lock:
+            if not self._closed:
+                os.eventfd_write(self._event, 1)
 
     def _run(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -32,8 +35,9 @@ class Inbox:
             self._calls.popleft()()
 
     def close(self) -> None:
-        """Once no thread is left that may put."""
-        if not self._closed:
-            self._closed = True
-            self._watch.remove(self._event)
-            os.close(self._event)
+        """A thread may be in the middle of a `put` still: what it puts from now on is heard by nobody."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._watch.remove(self._event)
+                os.close(self._event)

@@ -5,8 +5,8 @@ Answers to writes are read by the owner's thread. What the threads have to say r
 
 from __future__ import annotations
 
-import contextlib
 import hmac
+import logging
 import secrets
 import socket
 import ssl
@@ -21,8 +21,10 @@ from typing import Protocol, TypeVar
 
 from quiesce.transfer import tcp_wire as wire
 from quiesce.transfer.interface import Post
-from quiesce.transfer.tcp_stream import IOV, Gate, Stream, advance
+from quiesce.transfer.tcp_stream import IOV, Gate, Stream, advance, shut
 from quiesce.transfer.tcp_wire import ANSWER, HEADER, Closed, Header, Kind, Malformed, Status
+
+log = logging.getLogger("quiesce.transfer")
 
 WINDOW = 64  # jobs sent and not answered; what waits behind them can still be cancelled
 DIRECT_BYTES = 128 << 10  # a job up to this size is sent by the owner's own thread when the lane is idle
@@ -48,6 +50,7 @@ class Job:
     remote: tuple[int, ...]
     views: list[memoryview]  # own pages: sent for a write, filled for a read
     gate: Gate = field(default_factory=lambda: Gate(frozenset()))
+    filled: bool = False  # a read: its pages have come, once
 
     def frame(self) -> list[memoryview]:
         length = sum(map(len, self.views))
@@ -110,8 +113,7 @@ class Lane:
             self.over = True
             self.cond.notify_all()
         if self._sock is not None:
-            with contextlib.suppress(OSError):  # not connected, or ended by itself
-                self._sock.shutdown(socket.SHUT_RDWR)
+            shut(self._sock)
         if self.stream is not None:
             self.stream.end()
 
@@ -201,6 +203,9 @@ class Lane:
             reason, final = f"turned away: {error}", error.final
         except OSError as error:
             reason = f"cannot connect: {error}"
+        except Exception as error:  # whatever it is, its jobs must come to an end
+            log.exception("a connection of tcp ends by a fault")
+            reason = f"{type(error).__name__}: {error}"
 
         def say() -> None:
             self._threads -= 1
@@ -273,18 +278,26 @@ class Lane:
             head = b""
             if status == Status.DATA:
                 status = self._fill(stream, pages, number)
+            elif status == Status.PLACED and self._unfilled(number):
+                raise Malformed(f"job {number} reads, and ends without its pages")
             self._put(partial(self._owner.lane_answered, self, status, number))
 
     def _fill(self, stream: Stream, pages: int, number: int) -> int:
         with self.cond:
             job = self.sent.get(number)
-        if job is None or job.kind is not Kind.READ or len(job.remote) != pages:
+        if job is None or job.kind is not Kind.READ or len(job.remote) != pages or job.filled:
             raise Malformed(f"{pages} pages for job {number}, which has not asked for them")
+        job.filled = True  # a second time they would land after its outcome was told
         placed = stream.place(job.gate, job.views)
         status, _, again = ANSWER.unpack(stream.receive(ANSWER.size))
         if again != number:
             raise Malformed(f"job {again} ends in the middle of job {number}")
         return status if placed else Status.REVOKED
+
+    def _unfilled(self, number: int) -> bool:
+        with self.cond:
+            job = self.sent.get(number)
+        return job is not None and job.kind is Kind.READ and not job.filled
 
 
 class _TurnedAway(Exception):

@@ -1,12 +1,12 @@
 """The lending side of tcp: takes connections, places what was offered, serves reads, and refuses all the rest.
 
 One thread a connection. The owner's thread lends, withdraws and fences: it shuts gates, and then passes every
-barrier of the peer's connections, so that what it says afterwards is true to the byte.
+barrier of the peer's connections, those of attachments that are being ended as well, so that what it says afterwards
+is true to the byte.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import logging
 import secrets
@@ -24,7 +24,7 @@ from quiesce.transfer import tcp_wire as wire
 from quiesce.transfer.inbox import Inbox
 from quiesce.transfer.interface import Access, Arena, PeerLost
 from quiesce.transfer.tcp_permits import Permits
-from quiesce.transfer.tcp_stream import Gate, Stream, page_views
+from quiesce.transfer.tcp_stream import Gate, Stream, page_views, shut
 from quiesce.transfer.tcp_wire import ANSWER, HEADER, Closed, Header, Kind, Malformed, Status
 from quiesce.transfer.watch import Watch
 
@@ -70,6 +70,7 @@ class TcpLender:
         self._listener: socket.socket | None = None
         self._lock = threading.Lock()  # of what follows
         self._attached: dict[int, Attachment] = {}  # by peer epoch
+        self._placing: dict[int, set[Stream]] = {}  # by peer epoch: all whose threads may still touch a page
         self._half_open: dict[socket.socket, float] = {}
         self._threads: set[threading.Thread] = set()
         self._newest: dict[int, int] = {}  # attached peer's epoch -> its newest generation
@@ -133,7 +134,7 @@ class TcpLender:
                 if len(self._half_open) >= MAX_HALF_OPEN:
                     oldest = next(iter(self._half_open))  # who stops half way makes room for who does not
                     self._half_open.pop(oldest)
-                    _shut(oldest)
+                    shut(oldest)
                 self._half_open[sock] = time.monotonic() + wire.HANDSHAKE_SECONDS
             self._start(partial(self._serve, sock, str(address[0])))
 
@@ -170,8 +171,9 @@ class TcpLender:
             with self._lock:
                 self._half_open.pop(sock, None)
                 self.counters["late_bytes"] += 0 if stream is None else stream.late_bytes
-            if attachment is not None:
+            if attachment is not None and stream is not None:
                 self._end(attachment, reason)
+                self._places_no_more(attachment.epoch, stream)
             sock.close()
 
     def _refuse(self, what: str, text: str) -> None:
@@ -240,11 +242,17 @@ class TcpLender:
             if found.over or knock.lane in found.streams:
                 raise Closed("its attachment has ended")
             found.streams[knock.lane] = stream
+            self._placing.setdefault(knock.epoch, set()).add(stream)
             if found.complete:
                 self._newest[knock.epoch] = self.permits.mint()
             generation = self._newest.get(knock.epoch, 0)
             self._half_open.pop(stream.sock, None)
-        wire.send_packet(stream.sock, wire.Attached(generation))
+        try:
+            wire.send_packet(stream.sock, wire.Attached(generation))
+        except OSError as error:  # it has left: what it has begun ends with it
+            self._end(found, str(error))
+            self._places_no_more(knock.epoch, stream)
+            raise
         stream.sock.setblocking(False)
         self._inbox.put(lambda: None)  # wakes who waits for `generation`
         return found
@@ -298,27 +306,36 @@ class TcpLender:
     # ------------------------------------------------------------ ending
 
     def _end(self, attachment: Attachment, reason: str) -> None:
-        """Ends all its connections; from the return on nothing of it is placed."""
+        """Ends all its connections; from the return on nothing of it is placed. It leaves the table after that, so
+        that whoever attaches anew meanwhile finds it there, and waits for its end as well."""
         with self._lock:
             first, attachment.over = not attachment.over, True
             streams = list(attachment.streams.values())
             newest = None
-            if self._attached.get(attachment.epoch) is attachment:
-                del self._attached[attachment.epoch]
             if first and len(streams) == attachment.lanes:
                 newest = self._newest.get(attachment.epoch)
-            if attachment.epoch not in self._attached:
-                self._newest.pop(attachment.epoch, None)
         for stream in streams:
             stream.end()
+        with self._lock:
+            if self._attached.get(attachment.epoch) is attachment:
+                del self._attached[attachment.epoch]
+            if attachment.epoch not in self._attached:
+                self._newest.pop(attachment.epoch, None)
         if newest is not None:
             lost = PeerLost(attachment.epoch, newest, f"detached: {reason}", False)
             self._inbox.put(lambda: self.lost.append(lost))
 
-    def _barrier(self, peer_epoch: int) -> None:
+    def _places_no_more(self, peer_epoch: int, stream: Stream) -> None:
         with self._lock:
-            found = self._attached.get(peer_epoch)
-            streams = [] if found is None else list(found.streams.values())
+            streams = self._placing.get(peer_epoch, set())
+            streams.discard(stream)
+            if not streams:
+                self._placing.pop(peer_epoch, None)
+
+    def _barrier(self, peer_epoch: int) -> None:
+        """All of them: one whose attachment was replaced or is being ended may be in the middle of a receive."""
+        with self._lock:
+            streams = list(self._placing.get(peer_epoch, ()))
         for stream in streams:
             stream.barrier()
 
@@ -360,13 +377,8 @@ class TcpLender:
             self._listener.close()
             self._listener = None
         for sock in half_open:
-            _shut(sock)
+            shut(sock)
         for attachment in attached:
             self._end(attachment, "lender closed")
         for thread in list(self._threads):
             thread.join(1.0)
-
-
-def _shut(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it has ended by itself
-        sock.shutdown(socket.SHUT_RDWR)

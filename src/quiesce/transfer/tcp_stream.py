@@ -53,8 +53,7 @@ class Stream:
     def end(self) -> None:
         """From its return on no byte of this connection is placed. Its threads see Closed."""
         self._over = True
-        with contextlib.suppress(OSError):  # it has ended by itself
-            self.sock.shutdown(socket.SHUT_RDWR)
+        shut(self.sock)
         self.barrier()
 
     def barrier(self) -> None:
@@ -77,7 +76,7 @@ class Stream:
                 got = self.sock.recvmsg_into(views, 0, socket.MSG_DONTWAIT)[0]
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return None
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: of a TLS session that has ended
             raise Closed(str(error)) from error
         if not got:
             raise Closed("closed by the other side")
@@ -92,7 +91,7 @@ class Stream:
             return self.sock.sendmsg(views[:IOV], (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return 0
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise Closed(str(error)) from error
 
     def wait(self, event: int) -> None:
@@ -193,6 +192,13 @@ class Stream:
         """Locks are not fair: step back while somebody wants to know that nothing is under way."""
         while self._knocking:
             time.sleep(_YIELD)
+
+
+def shut(sock: socket.socket) -> None:
+    """Ends it under the threads that use it. Of the plain socket: `SSLSocket.shutdown` drops the session, and a
+    receive that is under way would then take the raw bytes of the wire for a page's."""
+    with contextlib.suppress(OSError):  # it has ended by itself
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def advance(views: list[memoryview], first: int, count: int) -> int:

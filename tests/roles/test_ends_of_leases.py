@@ -1,0 +1,52 @@
+"""Where a role opens a lease or takes pages, and what it does them for fails: they come back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quiesce.core.ledger import Ledger
+from quiesce.core.lender import Lender
+from quiesce.core.machine import Action, Closed, Lost
+from quiesce.core.messages import TransferId
+from quiesce.core.pages import PagePool
+from quiesce.roles.decode import DecodeWorker
+from quiesce.roles.prefill import PrefillWorker
+
+D, P = 0xD, 0xB
+
+
+def ledger() -> Ledger:
+    return Ledger(PagePool(8), PagePool(4, "rows"))
+
+
+def test_h5_a_peer_that_leaves_between_its_turn_and_the_offer_ends_that_request_alone() -> None:
+    """Its transport ends on a thread of its own, at any time. It used to end the decode engine."""
+    lender, said = Lender(D, ledger()), list[Action]()
+    fake: Any = SimpleNamespace(
+        null=SimpleNamespace(epoch=1),
+        transport=SimpleNamespace(lend=lambda *_: None),
+        ledger=lender.ledger,
+        lent={},
+        tell=lambda event: said.extend(lender.on(event)),
+    )
+    tid = lender.reserve({0: P}, room=1, pairing=b"", tokens=3, pages=3)
+    assert tid is not None
+    DecodeWorker.begin(fake, tid, P, 1000)
+    assert [type(action) for action in said] == [Lost, Closed] and not fake.lent
+    assert lender.ledger.census().free == 8
+
+
+def test_h2_a_copy_that_fails_keeps_no_lease() -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    pages, tid = ledger(), TransferId(D, 1)
+    taken = pages.own(tid, 2)
+    fake: Any = SimpleNamespace(ledger=pages, engine=SimpleNamespace(kv=SimpleNamespace(copy=fails)))
+    sibling: Any = SimpleNamespace(tid=tid, pages=taken)
+    with pytest.raises(RuntimeError, match="no memory"):
+        PrefillWorker._copy_prompt(fake, sibling, sibling)
+    assert pages.end(tid) and pages.census().free == 8
