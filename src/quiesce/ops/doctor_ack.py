@@ -176,7 +176,7 @@ def abort(make: Make, seconds: float = SECONDS) -> Told:
     """`make(epoch)` gives a transport of its own. Raises what `make` raises."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     decode = _Decode(make(DECODE), ours, seconds)
-    prefill = _Prefill(make(PREFILL), theirs, seconds)
+    prefill = _Prefill(make(PREFILL), theirs, 2 * seconds)  # the lender gives up first, and hangs up
     failed: list[BaseException] = []
     thread = threading.Thread(target=_played, args=(prefill, failed), name="doctor-prefill")
     thread.start()
@@ -189,7 +189,7 @@ def abort(make: Make, seconds: float = SECONDS) -> Told:
         trouble = str(error)
     finally:
         ours.close()
-        thread.join(seconds + 1)
+        thread.join(2 * seconds + 1)
         theirs.close()
         for side in (prefill, decode):
             side.close()
@@ -204,8 +204,6 @@ def abort(make: Make, seconds: float = SECONDS) -> Told:
 def _played(side: _Prefill, failed: list[BaseException]) -> None:
     try:
         side.play()
-    except TimeoutError:
-        return  # the other side says so too
     except Exception as error:  # of a thread: told to whoever joins it
         failed.append(error)
     finally:
