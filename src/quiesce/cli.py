@@ -311,11 +311,11 @@ def sim(
 
     quiesce sim --mutant H11 --damage
     """
-    from quiesce.lab.sim.command import UnknownMutant, run  # noqa: PLC0415  (only the command line sees the lab)
+    from quiesce.lab.sim.command import SimError, run  # noqa: PLC0415  (only the command line sees the lab)
 
     try:
         return run(seed=seed, minutes=minutes, seeds=seeds, requests=requests, mutant=mutant, damage=damage)
-    except UnknownMutant as error:
+    except SimError as error:
         raise SettingsError(str(error)) from error
 
 

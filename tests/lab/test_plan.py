@@ -223,8 +223,15 @@ def test_requests_are_cut_to_the_context() -> None:
         ({"answer": "uniform:9,3"}, "--answer"),
         ({"prompt": "fixed:-1"}, "above 0"),
         ({"prompt": "fixed:nan,"}, "is no distribution"),
+        ({"prompt": "fixed:nan"}, "is no distribution"),
+        ({"answer": "exponential:inf"}, "is no distribution"),
         ({"rate": 0.0}, "--rate must be above 0"),
+        ({"rate": float("nan")}, "--rate must be above 0"),
         ({"abort_rate": 1.5}, "--abort-rate is a share"),
+        ({"abort_after": -1.0}, "--abort-after is in seconds"),
+        ({"abort_after": float("nan")}, "--abort-after is in seconds"),
+        ({"context_length": 1}, "--context-length must hold a prompt and an answer"),
+        ({"seed": -1}, "--seed must be 0 or more"),
         ({"requests": 1}, "at least 2"),
         ({"trace": Path("/nowhere.jsonl")}, "cannot be read"),
     ],
@@ -253,6 +260,12 @@ def test_a_bad_line_of_a_trace_is_named(tmp_path: Path, line: str) -> None:
         ({"prefill": 0}, {}, "--prefill must be at least 1"),
         ({"page_size": 0}, {}, "--page-size must be above 0"),
         ({"target": 1.5}, {}, "--target"),
+        ({"target": float("nan")}, {}, "--target must be above 0"),
+        ({"transport": float("inf")}, {}, "--transport must be above 0"),
+        ({}, {"ack_latency": float("nan")}, "--ack-latency cannot be nan"),
+        ({}, {"max_retained": -0.1}, "--max-retained cannot be -0.1"),
+        ({}, {"drain_timeout": -1.0}, "--drain-timeout cannot be -1.0"),
+        ({}, {"restart": float("inf")}, "--restart cannot be inf"),
         ({}, {"storm": 2.0}, "--storm cannot be 2.0"),
         ({}, {"hold_timeout": -1.0}, "--hold-timeout cannot be -1.0"),
     ],
@@ -286,6 +299,14 @@ def test_the_command_answers_and_writes_every_figure(tmp_path: Path) -> None:
     assert by_name["storm, answered"]["held_mean"] < by_name["storm, fenced"]["held_mean"]
     assert 0.8 < by_name["storm, fenced"]["check"]["ratio"] < 1.2
     assert len(by_name["no storm"]["curve"]) > 300
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("quiesce.lab.plan.command._simulate", lambda *what: pytest.fail("it was computed"))
+    assert plan(Workload(requests=100), Output(json=tmp_path / "none" / "plan.json"))[0] == 2
+    assert "no folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["png", "svg"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import subprocess
 import sys
@@ -10,9 +11,10 @@ import sys
 import pytest
 
 from quiesce.cli import main
-from quiesce.lab.sim.run import simulate, simulate_seed
+from quiesce.lab.sim import command
+from quiesce.lab.sim.run import SimReport, simulate, simulate_seed
 from quiesce.lab.sim.trace import sample
-from quiesce.lab.sim.world import Noise, world_of
+from quiesce.lab.sim.world import Noise, World, world_of
 
 
 def test_a_quiet_world_answers_every_request_and_is_idle_afterwards() -> None:
@@ -72,6 +74,33 @@ def test_a_seed_on_the_command_line_reports_and_replays(capsys: pytest.CaptureFi
         return [line for line in said.splitlines() if "a minute" not in line]
 
     assert untimed(first) == untimed(second)
+
+
+@pytest.mark.parametrize("words", [["--minutes", "0"], ["--minutes", "nan"], ["--seeds", "0"], ["--seeds", "-1"],
+                                   ["--seed", "1", "--requests", "0"]])  # fmt: skip
+def test_a_simulation_of_nothing_is_refused_and_not_reported_as_clean(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sim", *words]) == 2
+    assert "must be above 0" in capsys.readouterr().err
+
+
+def test_the_search_for_all_mutants_refuses_what_it_would_not_heed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "--mutant", "all", "--seed", "3"]) == 2
+    assert "leave out --seed" in capsys.readouterr().err
+
+
+def test_what_many_seeds_came_to_is_counted_and_no_report_is_kept() -> None:
+    reports = [simulate_seed(seed, 12) for seed in (5, 6)]
+    total = command.Total()
+    for report in reports:
+        total.add(report)
+    assert (total.seeds, total.requests) == (2, 24)
+    assert total.events == sum(report.events for report in reports)
+    assert total.outcomes == reports[0].outcomes + reports[1].outcomes
+    assert total.closed_by == reports[0].closed_by + reports[1].closed_by
+    kept = gc.get_referents(*(getattr(total, name) for name in vars(total)))
+    assert not any(isinstance(thing, SimReport | World) for thing in kept)
 
 
 def test_a_mutant_on_the_command_line_is_found_told_and_fails(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
+from quiesce.lab.mutants import MUTANTS
 from quiesce.lab.verify import UnknownWorld, choose, run, verify
 from quiesce.lab.worlds import DEEP, WORLDS, World
 
@@ -81,6 +82,31 @@ def test_an_unknown_world_is_refused_with_the_names_there_are() -> None:
     said = io.StringIO()
     assert run(world="crahs", console=Console(file=said, width=400)) == 2
     assert "there is no world 'crahs'" in said.getvalue()
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_a_search_of_nothing_is_refused_and_not_reported_as_clean(seconds: float) -> None:
+    said = io.StringIO()
+    assert run(world="crash", seconds=seconds, console=Console(file=said, width=200)) == 2
+    assert "--seconds must be above 0" in said.getvalue() and "no rule broken" not in said.getvalue()
+
+
+def test_options_that_the_mutants_would_not_heed_are_refused() -> None:
+    said = io.StringIO()
+    assert run(mutants=True, deep=True, console=Console(file=said, width=200)) == 2
+    assert run(mutants=True, seconds=5.0, console=Console(file=said, width=200)) == 2
+    assert "leave out --deep and --seconds" in said.getvalue()
+
+
+def test_a_violation_is_told_and_is_exit_code_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant = next(mutant for mutant in MUTANTS if mutant.name == "H11")
+    monkeypatch.setattr("quiesce.lab.verify.WORLDS", (mutant.world,))
+    said = io.StringIO()
+    with mutant.made():
+        assert run(world=mutant.world.name, console=Console(file=said, width=200)) == 1
+    assert "a rule is broken" in said.getvalue() and "  1. D reserves page 0 for A" in said.getvalue()
+    said = io.StringIO()
+    assert run(world=mutant.world.name, console=Console(file=said, width=200)) == 0
 
 
 def test_the_report_names_world_states_and_depth() -> None:

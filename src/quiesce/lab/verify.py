@@ -86,13 +86,25 @@ def run(
     console: Console | None = None,
 ) -> int:
     """What the command does. 0: nothing found (and every mutant caught); 1: a violation, or a mutant survived;
-    2: no such world. With `mutants`, `world` may name one mutant."""
+    2: no such world, or nothing would be searched. With `mutants`, `world` may name one mutant."""
     console = console or Console()
+    refused = _refused(deep, mutants, seconds)
+    if refused is not None:
+        console.print(f"[red]{refused}[/red]", highlight=False)
+        return 2
     try:
         return _hunt_all(world, console) if mutants else _search_all(choose(world, deep=deep), seconds, console)
     except UnknownWorld as error:
         console.print(f"[red]{error}[/red]", highlight=False)
         return 2
+
+
+def _refused(deep: bool, mutants: bool, seconds: float | None) -> str | None:
+    if seconds is not None and not seconds > 0:
+        return f"--seconds must be above 0, not {seconds}: nothing would be searched"
+    if mutants and (deep or seconds is not None):
+        return "--mutants searches each mutant to its shortest story: leave out --deep and --seconds"
+    return None
 
 
 def _bar(console: Console) -> Progress:

@@ -192,6 +192,16 @@ WORLDS: tuple[World, ...] = (
         gone=True,
     ),
     World(
+        "thirds",
+        "two requests of three chunks, posted two at a time; an UNKNOWN post, a failure",
+        (3, 3),
+        pool=4,
+        sources=3,
+        window=2,
+        unknown=1,
+        fault=1,
+    ),
+    World(
         "pull",
         "decode reads: two requests, one source page, an UNKNOWN read, a fence of its own",
         sources=1,

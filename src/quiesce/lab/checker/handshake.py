@@ -90,7 +90,7 @@ def _moves(pair: Pair) -> list[tuple[str, Pair, bool]]:
         moves.append(
             (said, pair._replace(decode=pickle.dumps(decode), net=pair.net | {hello}, hellos=pair.hellos - 1), False)
         )
-    for message in pair.net:
+    for message in sorted(pair.net, key=repr):  # the same search in every process
         to_decode = isinstance(message, Welcome)
         side: Handshake = pickle.loads(pair.decode if to_decode else pair.prefill)
         if isinstance(message, Hello) and side._draw.next - side.epoch * 100 >= ANSWERS:  # type: ignore[attr-defined]

@@ -61,7 +61,7 @@ def page_seconds(held: list[Held]) -> float:
 
 
 def compare(seed: int) -> list[Compared]:
-    """ABORTs answered, a third of all messages lost, a pool that is too small, and no ABORT answered at all."""
+    """ABORTs answered, a fifth of all messages lost, a pool that is too small, and no ABORT answered at all."""
     roomy = _world(seed, pool=2000)
     calm = Case("answers come", ack=2 * DELAY, hold_timeout=roomy.hold_timeout, fence=0.0)
     silent = replace(calm, name="no answers, a fence", dead=(0.0, NEVER))

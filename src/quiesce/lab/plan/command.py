@@ -34,7 +34,7 @@ def sizes_of(cluster: Cluster, holds: Holds, requests: Requests) -> Sizes:
     """Raises PlanError."""
     for name in ("page_size", "page_bytes", "prefill_pages", "decode_pages", "max_running_requests", "prefill_speed",
                  "decode_speed", "chunked_prefill_size", "transport", "post_window", "target"):  # fmt: skip
-        if getattr(cluster, name) <= 0:
+        if not 0 < getattr(cluster, name) < NEVER:
             raise PlanError(f"--{name.replace('_', '-')} must be above 0, not {getattr(cluster, name)}")
     for name, count in (("prefill", cluster.prefill), ("decode", cluster.decode)):
         if count is not None and count < 1:
@@ -62,9 +62,10 @@ def sizes_of(cluster: Cluster, holds: Holds, requests: Requests) -> Sizes:
 
 def cases_of(holds: Holds, requests: Requests) -> list[Case]:
     """As asked for, then a storm in the middle, with answers and without; each beside pages that go back at once."""
-    for name in ("ack_latency", "loss", "hold_timeout", "fence", "storm", "storm_seconds", "outage"):
+    for name in ("ack_latency", "loss", "hold_timeout", "fence", "max_retained", "drain_timeout", "restart", "storm",
+                 "storm_seconds", "outage"):  # fmt: skip
         value = getattr(holds, name)
-        if (value is not None and value < 0) or (name in ("loss", "storm") and not 0 <= value <= 1):
+        if value is not None and not 0 <= value <= (1 if name in ("loss", "storm") else sys.float_info.max):
             raise PlanError(f"--{name.replace('_', '-')} cannot be {value}")
     middle = requests.seconds / 2
     storm = (middle, middle + holds.storm_seconds, holds.storm)
@@ -92,6 +93,8 @@ def run(workload: Workload, cluster: Cluster, holds: Holds, output: Output, cons
     console = console or Console()
     try:
         check_targets(output.plot or [])
+        if output.json is not None and not output.json.parent.is_dir():
+            raise PlanError(f"there is no folder {output.json.parent} to write {output.json.name} into")
         requests = requests_of(workload)
         sizes = sizes_of(cluster, holds, requests)
         cases = cases_of(holds, requests)

@@ -52,8 +52,14 @@ def requests_of(wanted: Workload) -> Requests:
     """Raises PlanError."""
     if not 0 <= wanted.abort_rate <= 1:
         raise PlanError(f"--abort-rate is a share of all requests, 0 to 1, not {wanted.abort_rate}")
-    if wanted.rate is not None and wanted.rate <= 0:
+    if wanted.rate is not None and not 0 < wanted.rate < NEVER:
         raise PlanError(f"--rate must be above 0, not {wanted.rate}")
+    if not 0 <= wanted.abort_after < NEVER:
+        raise PlanError(f"--abort-after is in seconds, from 0 on, not {wanted.abort_after}")
+    if wanted.context_length < 2:
+        raise PlanError(f"--context-length must hold a prompt and an answer, at least 2, not {wanted.context_length}")
+    if wanted.seed < 0:
+        raise PlanError(f"--seed must be 0 or more, not {wanted.seed}")
     rng = np.random.default_rng(wanted.seed)
     if wanted.trace is not None:
         arrival, prompt, answer = _from_trace(wanted.trace, wanted.requests, wanted.rate, rng)
@@ -77,7 +83,7 @@ def draw(text: str, count: int, rng: np.random.Generator, flag: str) -> Floats:
     kind, _, rest = text.partition(":")
     try:
         numbers = [float(part) for part in rest.split(",")]
-        if min(numbers) <= 0:
+        if not all(0 < number < NEVER for number in numbers):
             raise ValueError("not positive")
         if kind == "fixed" and len(numbers) == 1:
             return np.full(count, numbers[0])

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -21,8 +22,37 @@ from quiesce.lab.sim.world import world_of
 SEEDS_FOR_A_MUTANT = 400
 
 
-class UnknownMutant(ValueError):
+class SimError(ValueError):
+    """What was asked for cannot be simulated; the text is for people."""
+
+
+class UnknownMutant(SimError):
     """There is no mutant of that name."""
+
+
+@dataclass
+class Total:
+    """What many seeds came to. No report is kept: a search may go on for days."""
+
+    seeds: int = 0
+    requests: int = 0
+    spent: float = 0.0
+    seconds: float = 0.0
+    events: int = 0
+    messages: int = 0
+    lost: int = 0
+    restarts: int = 0
+    retained: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    closed_by: Counter[str] = field(default_factory=Counter)
+
+    def add(self, report: SimReport) -> None:
+        self.seeds += 1
+        self.requests += len(report.world.requests)
+        for name in ("spent", "seconds", "events", "messages", "lost", "restarts", "retained"):
+            setattr(self, name, getattr(self, name) + getattr(report, name))
+        self.outcomes += report.outcomes
+        self.closed_by += report.closed_by
 
 
 def find(name: str) -> SimMutant:
@@ -41,9 +71,14 @@ def replay(seed: int, requests: int, mutant: str | None = None, damage: bool = F
 def run(
     *, seed: int | None, minutes: float | None, seeds: int | None, requests: int, mutant: str | None, damage: bool
 ) -> int:
-    """The exit code: 1 when a rule was broken, or when a mutant was looked for and not found."""
+    """The exit code: 1 when a rule was broken, or when a mutant was looked for and not found. Raises SimError."""
     console = Console()
+    for flag, value in (("--minutes", minutes), ("--seeds", seeds), ("--requests", requests)):
+        if value is not None and not 0 < value < float("inf"):
+            raise SimError(f"{flag} must be above 0, not {value}: nothing would be simulated")
     if mutant == "all":
+        if seed is not None or minutes is not None:
+            raise SimError("--mutant all counts its seeds from 0, for each mutant: leave out --seed and --minutes")
         return _all(console, seeds or SEEDS_FOR_A_MUTANT, requests)
     one = None if mutant is None else find(mutant)
     if seed is not None and minutes is None and seeds is None:
@@ -82,45 +117,41 @@ def _search(
     requests: int,
     mutant: SimMutant | None,
     strict: bool,
-) -> tuple[SimReport | None, list[SimReport]]:
+) -> tuple[SimReport | None, Total]:
     """Until a rule breaks, `most` seeds are done, or the minutes are over (one, where nothing was said)."""
     seconds = 60 * (1.0 if minutes is None else minutes) if minutes is not None or most is None else float("inf")
-    began, done = time.monotonic(), list[SimReport]()
+    began, total = time.monotonic(), Total()
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("simulating", total=most if most is not None else seconds, said="")
         for seed in seeds:
             spent = time.monotonic() - began
-            if spent >= seconds or (most is not None and len(done) >= most):
-                return None, done
+            if spent >= seconds or (most is not None and total.seeds >= most):
+                return None, total
             with _made(mutant):
                 report = simulate(
                     world_of(seed, requests) if mutant is None else mutant.world(seed, requests), strict=strict
                 )
-            done.append(report)
-            said = f"{len(done)} seeds, {len(done) * requests:,} requests"
-            bar.update(task, completed=len(done) if most is not None else spent, said=said)
+            total.add(report)
+            said = f"{total.seeds:,} seeds, {total.requests:,} requests"
+            bar.update(task, completed=total.seeds if most is not None else spent, said=said)
             if report.broken is not None:
-                return report, done
-    return None, done
+                return report, total
+    return None, total
 
 
-def _report(console: Console, done: list[SimReport]) -> None:
-    requests = sum(len(report.world.requests) for report in done)
-    spent = sum(report.spent for report in done) or 1e-9
-    outcomes: Counter[str] = sum((report.outcomes for report in done), Counter())
-    proofs: Counter[str] = sum((report.closed_by for report in done), Counter())
+def _report(console: Console, total: Total) -> None:
+    rate = 60 * total.requests / (total.spent or 1e-9)
     table = Table("", "", box=None, show_header=False, pad_edge=False)
-    table.add_row("seeds", f"{len(done):,}")
-    table.add_row("requests", f"{requests:,}, {60 * requests / spent:,.0f} a minute of CPU time")
-    table.add_row("virtual time", f"{sum(report.seconds for report in done):,.0f} s")
-    table.add_row("events", f"{sum(report.events for report in done):,}")
-    table.add_row("ends", ", ".join(f"{what} {n:,}" for what, n in outcomes.most_common()))
-    table.add_row("leases closed", ", ".join(f"{what} {n:,}" for what, n in proofs.most_common()))
-    lost, sent = sum(report.lost for report in done), sum(report.messages for report in done)
-    table.add_row("hand-off messages", f"{sent:,}, {lost:,} lost")
-    table.add_row("restarts", f"{sum(report.restarts for report in done):,}")
-    table.add_row("retained at the end", f"{sum(report.retained for report in done):,} pages")
+    table.add_row("seeds", f"{total.seeds:,}")
+    table.add_row("requests", f"{total.requests:,}, {rate:,.0f} a minute of CPU time")
+    table.add_row("virtual time", f"{total.seconds:,.0f} s")
+    table.add_row("events", f"{total.events:,}")
+    table.add_row("ends", ", ".join(f"{what} {n:,}" for what, n in total.outcomes.most_common()))
+    table.add_row("leases closed", ", ".join(f"{what} {n:,}" for what, n in total.closed_by.most_common()))
+    table.add_row("hand-off messages", f"{total.messages:,}, {total.lost:,} lost")
+    table.add_row("restarts", f"{total.restarts:,}")
+    table.add_row("retained at the end", f"{total.retained:,} pages")
     console.print(table, highlight=False)
 
 
