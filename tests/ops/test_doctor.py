@@ -297,6 +297,9 @@ def test_a_lane_shows_what_it_can_prove_and_is_held_to_what_is_asked():
     said(lane("tcp", asked, caps=caps | {"drain": "none"})["transfer tcp"], "fail", "--allow-unproven")
     said(lane("tcp", asked, caps=caps | {"measured": False})["transfer tcp"], "warn", "conformance")
     pull = replace(asked, direction="pull")
+    words = doctor_transfer.try_lane("tcp", Path(), pull)
+    assert "abort" not in words
+    said(by_name(doctor_transfer.findings("tcp", words, pull))["ack path tcp"], "warn", "not tried", "conformance")
     said(lane("tcp", pull, caps=caps | {"pull": False})["transfer tcp"], "fail", "--direction")
 
 
@@ -494,6 +497,9 @@ def test_nobody_and_somebody_else_at_the_address():
     def endless(request: httpx2.Request) -> httpx2.Response:
         return httpx2.Response(200, content=b" " * (doctor_cluster.LONGEST + 1))
 
+    for url in ("localhost:8000", "http://[", ""):
+        found = list(doctor_cluster.findings(doctor_cluster.ask(url, "")))
+        said(found[0], "fail", "--url")
     for kind, word in ((nobody, "refused"), (other, "not a router"), (endless, "longer than")):
         answers = doctor_cluster.ask("http://c", "", httpx2.MockTransport(kind))
         found = list(doctor_cluster.findings(answers))

@@ -14,7 +14,8 @@ from quiesce.ops.doctor_finding import Finding, fail, ok, warn
 
 SECONDS = 15.0  # for one page; a probe takes up to 5
 LONGEST = 16 << 20  # bytes of one page
-PAGES = ("/health", "/health?probe=1", "/v1/models", "/debug/ledger", "/metrics")
+PROBED = "/health?probe=1"
+PAGES = ("/health", PROBED, "/v1/models", "/debug/ledger", "/metrics")
 HEARTBEAT = 5.0  # seconds after which a worker's silence is worth a word
 
 
@@ -31,10 +32,10 @@ def ask(url: str, key: str, transport: httpx2.BaseTransport | None = None) -> An
     """Fetches every page; one that cannot be had is noted."""
     answers = Answers()
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    with httpx2.Client(base_url=url.rstrip("/"), headers=headers, timeout=SECONDS, transport=transport) as client:
+    with httpx2.Client(headers=headers, timeout=SECONDS, transport=transport) as client:
         for path in PAGES:
             try:
-                answers.status[path], answers.body[path] = _fetched(client, path)
+                answers.status[path], answers.body[path] = _fetched(client, url.rstrip("/"), path)
             except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
                 answers.trouble[path] = str(error) or type(error).__name__
                 if path == PAGES[0]:
@@ -42,9 +43,9 @@ def ask(url: str, key: str, transport: httpx2.BaseTransport | None = None) -> An
     return answers
 
 
-def _fetched(client: httpx2.Client, path: str) -> tuple[int, Any]:
+def _fetched(client: httpx2.Client, url: str, path: str) -> tuple[int, Any]:
     """Raises ValueError for what is too long or no JSON."""
-    with client.stream("GET", path) as answer:
+    with client.stream("GET", url + path) as answer:
         body = b""
         for chunk in answer.iter_bytes():
             body += chunk
@@ -67,8 +68,10 @@ def findings(answers: Answers) -> Iterator[Finding]:
     yield ok("reach router", f"answers; {len(health['workers'])} workers, {health.get('requests', 0)} requests")
     yield _health(health, answers.status["/health"])
     yield _versions(health)
-    yield _heartbeats(health)
-    yield _cautions(health)
+    probed = answers.body.get(PROBED)
+    newest = probed if isinstance(probed, Mapping) and isinstance(probed.get("workers"), list) else health
+    yield _heartbeats(newest)
+    yield _cautions(newest)
     yield _probes(answers)
     yield _limits(health, answers)
     yield from _ledgers(answers)
@@ -115,10 +118,10 @@ def _cautions(health: Mapping[str, Any]) -> Finding:
 
 def _probes(answers: Answers) -> Finding:
     """From the router to every worker and back, through machine, pages and engine."""
-    path = "/health?probe=1"
-    probes = answers.body.get(path, {}).get("probes") if isinstance(answers.body.get(path), Mapping) else None
+    body = answers.body.get(PROBED)
+    probes = body.get("probes") if isinstance(body, Mapping) else None
     if not probes:
-        said = answers.trouble.get(path, "no worker was probed")
+        said = answers.trouble.get(PROBED, "no worker was probed")
         return fail("router to workers", said, "Start workers, and let them reach the router's registry.")
     bad = [f"{name}: {answer}" for name, answer in probes.items() if isinstance(answer, str)]
     if bad:
