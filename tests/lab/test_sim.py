@@ -15,6 +15,8 @@ from quiesce.lab.sim import command
 from quiesce.lab.sim.run import SimReport, simulate, simulate_seed
 from quiesce.lab.sim.trace import sample
 from quiesce.lab.sim.world import Noise, World, world_of
+from quiesce.roles.worker import Worker
+from quiesce.router.dispatch import Dispatcher
 
 
 def test_a_quiet_world_answers_every_request_and_is_idle_afterwards() -> None:
@@ -74,6 +76,22 @@ def test_a_seed_on_the_command_line_reports_and_replays(capsys: pytest.CaptureFi
         return [line for line in said.splitlines() if "a minute" not in line]
 
     assert untimed(first) == untimed(second)
+
+
+def fails(*what: object, **more: object) -> None:
+    raise KeyError("gone")
+
+
+@pytest.mark.parametrize(("where", "name", "who"), [(Dispatcher, "from_worker", "router"), (Worker, "turn", "P0")])
+def test_what_raises_breaks_a_rule_of_its_seed_and_says_where(
+    where: type, name: str, who: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(where, name, fails)
+    broken = simulate_seed(5, 4).broken
+    assert broken is not None and (broken.rule, broken.who) == ("no machine raises", who)
+    assert "KeyError('gone') in fails" in broken.detail and "test_sim.py:" in broken.detail
+    assert main(["sim", "--seed", "5", "--requests", "4"]) == 1
+    assert "again: quiesce sim --seed 5 --requests 4" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [["--minutes", "0"], ["--minutes", "nan"], ["--seeds", "0"], ["--seeds", "-1"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -183,6 +184,11 @@ class Cluster:
     ) -> None:
         if self.first_broken is None:
             self.first_broken = Broken(rule, self.loop.now, who.name, tid, other, page, detail)
+
+    def raised(self, error: Exception, who: Any) -> None:
+        """A fault of the product, or of what is modelled around it: the seed has failed either way."""
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        self.broken("no machine raises", who, detail=f"{error!r} in {place.name}, {place.filename}:{place.lineno}")
 
     def _damage(self, kind: str, flight: Flight, page: int) -> bool:
         """A byte goes where it must not. Into or out of a page that is free it is no damage yet, only about to be."""

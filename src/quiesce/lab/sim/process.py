@@ -136,8 +136,8 @@ class Process(Owner):
         try:
             worker.turn(0.0)
             over = worker._finished()
-        except AssertionError as error:
-            self.cluster.broken("no machine raises", self, detail=repr(error))
+        except Exception as error:
+            self.cluster.raised(error, self)
             return
         if self.shadow.changed:
             self.shadow.check()

@@ -57,7 +57,7 @@ def _run(cluster: Cluster, report: SimReport) -> None:
     last = max((req.at for req in world.requests), default=0.0)
     last = max([last, *(fault.at + fault.seconds for fault in world.faults)])
     look = last
-    while cluster.first_broken is None and loop.step():
+    while cluster.first_broken is None and _step(cluster):
         if loop.events % FULL_CHECK == 0:
             for process in cluster.processes.values():
                 if process.alive:
@@ -71,6 +71,15 @@ def _run(cluster: Cluster, report: SimReport) -> None:
                 cluster.give_up()
     report.broken = cluster.first_broken
     report.seconds = loop.now
+
+
+def _step(cluster: Cluster) -> bool:
+    """A worker's own faults are seen in its turn; what raises here is the router's, or the model's."""
+    try:
+        return cluster.loop.step()
+    except Exception as error:
+        cluster.raised(error, cluster.router)
+        return False
 
 
 def _count(cluster: Cluster, report: SimReport) -> None:
