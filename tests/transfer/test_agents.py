@@ -242,6 +242,14 @@ def test_nobody_attaches_without_the_token(pair: Pair) -> None:
     assert pair.outcome(pair.poster.transport.write(peer, [0], [0], Grant(0, 1, (0,)))) is Outcome.FAILED_CLEAN
 
 
+def test_a_greeting_with_no_epoch_is_refused_and_disturbs_nobody(pair: Pair) -> None:
+    descriptor = msgspec.msgpack.decode(pair.lender.transport.descriptor(0xB), type=wire.Descriptor)
+    line = wire.dial(descriptor.address)
+    line.say(wire.Greet(-1, b"c" * 16))
+    pair.until(lambda: pair.lender.transport.counters()["attach_refused"], "it to be counted")
+    line.close()
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

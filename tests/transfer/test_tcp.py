@@ -163,6 +163,17 @@ def test_a_connection_without_the_right_secret_is_turned_away(
     assert pair.lender.transport.generation(P) is None
 
 
+def test_a_greeting_with_no_epoch_is_malformed(pair: Pair) -> None:
+    with pytest.raises(wire.Closed):
+        Raw(pair, epoch=-1, asked=P)
+    assert pair.until(lambda: pair.counted("malformed"), "it to be counted") == 1
+
+
+def test_who_claims_the_epoch_0_gets_no_secret_that_opens_all(pair: Pair) -> None:
+    with pytest.raises(ValueError, match="epoch 0"):
+        pair.lender.transport.reply(wire.ANYBODY, b"", pull=True)
+
+
 def test_the_secret_itself_never_travels(pair: Pair) -> None:
     secret = msgspec.msgpack.decode(pair.lender.transport.descriptor(P))["secret"]
     knock = wire.Knock(wire.PROTOCOL, P, P, 1, 0, 1, b"n" * 16)

@@ -146,6 +146,8 @@ class AgentLender:
     def _step(self, connection: Connection, packet: wire.Packet) -> None:
         match packet:
             case wire.Greet(epoch=epoch, challenge=challenge) if not connection.their_challenge and challenge:
+                if epoch < 0:
+                    raise wire.Malformed("greets with no epoch")
                 connection.epoch, connection.their_challenge = epoch, challenge
                 token = wire.token_for(self._secret, epoch)
                 proof = wire.prove(token, "lender", challenge, connection.own_challenge)

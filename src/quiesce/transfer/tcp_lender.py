@@ -86,6 +86,8 @@ class TcpLender:
     def descriptor(self, peer_epoch: int | None) -> wire.Descriptor:
         if self._arena is None:
             raise ValueError("register an arena before handing out its descriptor")
+        if peer_epoch == wire.ANYBODY:
+            raise ValueError("no process has the epoch 0")  # its secret would open what is lent to everybody
         if self._listener is None:
             self._listen()
         assert self._listener is not None
@@ -197,7 +199,7 @@ class TcpLender:
         with self._lock:
             deadline = self._half_open.get(sock, 0.0)
         knock = wire.receive_packet(sock, deadline)
-        if not isinstance(knock, wire.Knock) or not 1 <= knock.lanes <= wire.MAX_LANES:
+        if not isinstance(knock, wire.Knock) or not 1 <= knock.lanes <= wire.MAX_LANES or knock.epoch < 0:
             raise Malformed(f"no greeting: {type(knock).__name__}")
         if knock.version != wire.PROTOCOL:
             raise self._turn_away(sock, f"protocol version: {wire.PROTOCOL} here, {knock.version} there", final=True)
