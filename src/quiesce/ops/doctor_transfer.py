@@ -16,6 +16,7 @@ from typing import Any
 from quiesce.ops import doctor_ack
 from quiesce.ops.doctor_finding import Finding, fail, ok, warn
 from quiesce.options import HandOffOptions
+from quiesce.roles.settings import new_epoch
 from quiesce.transfer import registry
 from quiesce.transfer.interface import Capabilities, Transport
 from quiesce.transfer.tcp_tls import Tls
@@ -55,7 +56,7 @@ def try_lane(label: str, run_dir: Path, hand_off: HandOffOptions) -> dict[str, A
         return registry.make(label, setup)
 
     try:
-        engine = make(doctor_ack.DECODE)
+        engine = make(new_epoch())
     except registry.MissingEngine as error:
         return {"missing": str(error)}
     except (ValueError, OSError) as error:
@@ -65,8 +66,9 @@ def try_lane(label: str, run_dir: Path, hand_off: HandOffOptions) -> dict[str, A
     finally:
         engine.close_all()
     said: dict[str, Any] = {"caps": asdict(engine.caps), "wrong": wrong}
-    if hand_off.direction == "push" and engine.caps.push and not wrong:
-        said["abort"] = asdict(doctor_ack.abort(make))
+    direction = hand_off.direction
+    if (engine.caps.push if direction == "push" else engine.caps.pull) and not wrong:
+        said["abort"] = asdict(doctor_ack.abort(make, direction))
     return said
 
 
@@ -115,9 +117,6 @@ def findings(label: str, said: Said, hand_off: HandOffOptions) -> Iterator[Findi
     yield _fit(name, caps, hand_off, wanted)
     if "abort" in said:
         yield ack(label, doctor_ack.Told(**said["abort"]), wanted)
-    elif hand_off.direction == "pull":
-        fix = f"quiesce conformance {label} gives reads up half way."
-        yield warn(f"ack path {label}", "not tried: the doctor gives up writes only, and --direction is pull", fix)
 
 
 def _fit(name: str, caps: Capabilities, hand_off: HandOffOptions, wanted: bool) -> Finding:
@@ -166,7 +165,7 @@ def chosen(made: list[Finding], hand_off: HandOffOptions) -> Finding:
 def _passed(made: list[Finding], label: str) -> bool:
     about = [finding for finding in made if finding.name in (f"transfer {label}", f"ack path {label}")]
     used = [finding for finding in about if not finding.found.startswith("not used")]
-    return bool(used) and all(finding.status == "ok" or finding.found.startswith("not tried") for finding in used)
+    return bool(used) and all(finding.status == "ok" for finding in used)
 
 
 def transfers(hand_off: HandOffOptions) -> list[Finding]:
