@@ -99,3 +99,7 @@ def test_the_command_says_what_it_did(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert capsys.readouterr().out.startswith("seed 3: 2,000 frames in ")
     monkeypatch.setattr(Codec, "decode", uncounted)
     assert fuzz.main() == 1
+    monkeypatch.setattr("sys.argv", ["fuzz", "--frames", "0"])
+    with pytest.raises(SystemExit, match="2"):
+        fuzz.main()
+    assert "at least 1" in capsys.readouterr().err

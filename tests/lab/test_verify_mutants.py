@@ -69,6 +69,13 @@ def test_the_story_of_the_tombstone_is_told_event_by_event() -> None:
     assert story[-1].endswith("A's bytes from P land in page 0, which belongs to B: damage")
 
 
+@pytest.mark.parametrize(("name", "must"), [("N7", "P fails A"), ("A3 register", "P hears ABORT(A)")])
+def test_what_is_never_answered_is_what_the_mutant_removed(name: str, must: str) -> None:
+    """A mutant that silences more than its guard would be caught for something else."""
+    mutant = next(m for m in MUTANTS if m.name == name)
+    assert any(must in line for line in story_of(hunt(mutant), mutant))
+
+
 def test_the_command_prints_the_story_and_fails_for_a_survivor(monkeypatch: pytest.MonkeyPatch) -> None:
     said = io.StringIO()
     assert run(mutants=True, world="H11", console=Console(file=said, width=200)) == 0

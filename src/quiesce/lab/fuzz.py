@@ -287,6 +287,8 @@ def main() -> int:
     parser.add_argument("--frames", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     wanted = parser.parse_args()
+    if wanted.frames < 1:
+        parser.error(f"--frames must be at least 1, not {wanted.frames}: nothing would be tried")
     try:
         print(fuzz(wanted.frames, wanted.seed).text())
     except Fault as fault:

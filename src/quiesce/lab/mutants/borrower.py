@@ -7,7 +7,7 @@ from typing import Any
 
 from quiesce.core.borrower import TABLE, Borrower, Outcome, State
 from quiesce.core.borrowing import DrainSaid, Paired, PostEnded, Record
-from quiesce.core.machine import Heard, Send
+from quiesce.core.machine import Heard, Send, Stopped
 from quiesce.core.messages import Abort, Ack, Done, Leg, NeverStarted
 from quiesce.lab.mutants import arenas
 from quiesce.lab.mutants.patch import mutant
@@ -20,6 +20,7 @@ real_fail_one = Borrower._fail_one
 real_drained = Borrower._drained
 real_answer = Borrower._answer_at_zero
 real_close = Borrower._close_unanswered
+real_abort = Borrower._abort
 
 
 def forget(self: Borrower, record: Record) -> None:
@@ -82,9 +83,12 @@ def a14(self: Borrower, event: Heard) -> Any:
         self.epoch = mine
 
 
-@mutant("N7", "N7", "a failure is not said", arenas.LIVE_FAULT, (Borrower, "_say"), live=True)
-def n7(self: Borrower, record: Record) -> Any:
-    return []
+@mutant("N7", "N7", "a failure is kept to itself", arenas.LIVE_FAULT, (Borrower, "_fail_one"), live=True)
+def n7(self: Borrower, record: Record, reason: str) -> Any:
+    before = record.answer
+    actions = real_fail_one(self, record, reason)
+    record.answer = before  # a repeated OFFER hears ACCEPT as if nothing had happened
+    return [action for action in actions if not isinstance(action, Send)]
 
 
 @mutant(
@@ -135,9 +139,9 @@ def a2(self: Borrower, record: Record, event: PostEnded | None = None) -> Any:
     live=True,
 )
 def a3_register(self: Borrower, record: Record, message: Abort) -> Any:
-    self._stop(record)
-    record.asked, record.state = True, State.CLOSING
-    return []
+    stopped = [action for action in real_abort(self, record, message) if isinstance(action, Stopped)]
+    record.state = State.CLOSING
+    return stopped
 
 
 @mutant("A3 outcome", "A3", "the last outcome does not answer", arenas.LIVE, (Borrower, "_post_ended"), live=True)
