@@ -62,7 +62,7 @@ class Raising(NullTransport):
 )
 @pytest.mark.parametrize("direction", ["push", "pull"])
 def test_an_ack_path_that_brings_no_proof_fails(kind: type[NullTransport], words: tuple[str, ...], direction: Any):
-    told = doctor_ack.abort(kind, direction, seconds=0.3)
+    told = doctor_ack.abort(kind, direction, seconds=1.0)
     assert not told.drained and told.closed_by == ""
     said(doctor_transfer.ack("x", told, wanted=True), "fail", *words)
     said(doctor_transfer.ack("x", told, wanted=False), "warn")
