@@ -20,7 +20,7 @@ SUITABLE = import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for name in python3 python python3.11 python3.12 python3.13 python3.14; do \
 	if $$name -c '$(SUITABLE)' >/dev/null 2>&1; then command -v $$name; break; fi; done)
 
-.PHONY: help setup serve test quick soak soak-sim soak-router rdma-lab bench bench-transfer bench-core lint format lock clean bench-safety
+.PHONY: help setup serve test quick soak soak-sim soak-router rdma-lab bench bench-transfer bench-core lint format lock clean bench-safety test-long
 help: ## show this
 	@awk -F ' ## ' '/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@printf '%s\n' '' \
@@ -62,10 +62,14 @@ serve: $(RUNTIME) ## serve the default model: a router, one prefill and one deco
 
 test: $(TESTING) lint ## check and test everything, real model and real processes included
 	@$(BIN)/quiesce model pull
-	@$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(PARALLEL) -m 'not long' $(PYTEST_ARGS)
+
+test-long: $(TESTING) ## what takes minutes: every race on every engine, the soak, the largest worlds
+	@$(BIN)/quiesce model pull
+	@$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
 
 quick: $(TESTING) ## test without the slow tests
-	@$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m 'not slow and not long' $(PYTEST_ARGS)
 
 SOAK_MODEL := build/soak-model
 soak: $(TESTING) ## ten rounds of the crash matrix over real processes (about half an hour; ARGS="--rounds 1 --only mover")

@@ -13,9 +13,21 @@ from quiesce.models.registry import resolve
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-@pytest.mark.parametrize("scene", sorted(SCENES))
-def test_unsafe_shows_the_fault_and_safe_does_not(scene: str, tmp_path: Path) -> None:
-    done = play(resolve("smollm2"), SCENES[scene], "shm", unsafe=1, safe=1, told=lambda run: None)
+IN_EVERY_RUN = ("two-donors", "refused", "late-read")
+CASES = [(scene, "shm") for scene in SCENES] + [(scene, "tcp") for scene in SCENES if scene != "late-read"]
+
+
+@pytest.mark.parametrize(
+    ("scene", "transfer"),
+    [
+        pytest.param(
+            scene, transfer, marks=[] if (scene in IN_EVERY_RUN and transfer == "shm") else [pytest.mark.long]
+        )
+        for scene, transfer in CASES
+    ],
+)
+def test_unsafe_shows_the_fault_and_safe_does_not(scene: str, transfer: str, tmp_path: Path) -> None:
+    done = play(resolve("smollm2"), SCENES[scene], transfer, unsafe=1, safe=1, told=lambda run: None)
 
     assert done.unsafe[0].shown, done.unsafe[0].said
     assert done.safe[0].clean, done.safe[0].said

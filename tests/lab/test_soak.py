@@ -47,7 +47,7 @@ def test_an_error_is_excused_only_while_something_was_broken() -> None:
     assert not judged(Heard(status=502, error="gone"), excused=True).findings
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_cluster_that_loses_messages_and_processes_stays_right(capsys: pytest.CaptureFixture[str]) -> None:
     asked = Asked(None, "smollm2", (), "", 0.7, 0, 80, 12, 3, 5, True, True, True)

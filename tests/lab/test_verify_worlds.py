@@ -43,6 +43,8 @@ SLICE = {
     "left pull": 20_000,
 }
 
+LONG = ("three",)  # minutes: in `make test-long`, and in `quiesce verify`
+
 
 def by_name(name: str) -> World:
     return next(world for world in WORLDS if world.name == name)
@@ -58,8 +60,17 @@ def test_no_interleaving_of_this_world_breaks_a_rule(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [world.name for world in WORLDS if world.name not in SLICE])
+@pytest.mark.parametrize("name", [world.name for world in WORLDS if world.name not in (*SLICE, *LONG)])
 def test_no_interleaving_of_this_larger_world_breaks_a_rule(name: str) -> None:
+    [result] = verify([by_name(name)])
+    assert result.broken is None, result.story
+    assert result.complete
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", LONG)
+def test_no_interleaving_of_this_largest_world_breaks_a_rule(name: str) -> None:
     [result] = verify([by_name(name)])
     assert result.broken is None, result.story
     assert result.complete

@@ -216,6 +216,9 @@ class Lender:
         if record.engine < 0 <= connection.engine:
             record.engine, connection.engine = connection.engine, -1
             self._watch.add(record.engine, lambda: self._on_engine_exit(record))
+        elif connection.engine >= 0:  # a later mover of the same engine: that is watched already
+            os.close(connection.engine)
+            connection.engine = -1
         self._last_generation += 1
         record.generation = connection.generation = self._last_generation
         record.connection = connection

@@ -40,12 +40,12 @@ class Refused(Scene):
         stage.until(lambda: earlier.over, "the request before it")
         victim = stage.ask(stage.chat(TOO_LONG), stage.prefills[0], self.tokens)
         run = ended(self.name, stage, False, began, baseline, (earlier, victim))
-        run.shown = victim.outcome == "length" and "swordfish" in run.answer
+        run.shown = victim.outcome == "length"  # a refused prompt, answered with status 200
         run.said = (
             f"{len(victim.prompt)} tokens were refused by a pool of {stage.layout.prefill_pool} and answered all the "
             f"same, from pages that nobody filled: {run.answer[:80]!r}"
         )
-        run.headline = "B was refused, and is answered from pages in which A's prompt still stands"
+        run.headline = "B was refused, and is answered all the same, from pages that nobody filled for it"
         return run
 
     def _safe(self, stage: Stage, baseline: Sequence[int]) -> Run:
