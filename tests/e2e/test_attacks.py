@@ -201,7 +201,7 @@ def test_malformed_http_is_closed_or_refused(serve: Product, unharmed: None) -> 
     post = b"POST /v1/completions HTTP/1.1\r\nHost: q\r\nContent-Length: "
     for text in (b"\0" * 1000, b"GET\r\n\r\n", b"A" * 200_000, post + b"-5\r\n\r\n", post + b"50\r\n\r\n{"):
         answer = b""
-        connection = socket.create_connection(("127.0.0.1", serve.port), 5)
+        connection = socket.create_connection(("127.0.0.1", serve.port), 30)
         with contextlib.closing(connection) as raw, contextlib.suppress(ConnectionError):
             raw.sendall(text)
             raw.shutdown(socket.SHUT_WR)

@@ -45,7 +45,7 @@ def test_drain_cuts_what_takes_too_long_and_a_second_signal_hurries(fresh: Produ
     for stream in streams:
         stream.until_event()
     fresh.process.send_signal(signal.SIGINT)
-    until(lambda: b"draining" in fresh.log.read_bytes(), 5, "the drain to begin")
+    until(lambda: b"draining" in fresh.log.read_bytes(), 20, "the drain to begin")
     fresh.process.send_signal(signal.SIGINT)
     for stream in streams:
         stream.to_end()
