@@ -52,7 +52,11 @@ async def test_a_drained_worker_keeps_what_it_has_and_gets_nothing_new(tmp_path:
         assert (await waiting).status_code == 200
         busy.hold = False
         assert (await operator.post(f"/workers/{busy.name}/resume")).status_code == 200
-        assert [(await c.chat()).status_code for _ in range(4)] == [200] * 4 and len(busy.starts) > 1
+        for _ in range(500):  # it is chosen again once its own word has come
+            assert (await c.chat()).status_code == 200
+            if len(busy.starts) > 1:
+                break
+        assert len(busy.starts) > 1
         assert (await operator.post("/workers/nobody/drain")).status_code == 404
 
 
