@@ -236,13 +236,13 @@ def test_a_lender_that_is_gone_for_good_is_not_asked_again(movers: list[Scripted
     poster, peer = connected()
     movers[0].says(wire.Attached(peer.number, 7))
     movers[0].says(wire.Lost(peer.number, "closed", False))
-    assert [(lost.peer_epoch, lost.generation, lost.final) for lost in poster.lost] == [(0xD, 7, False)]
+    assert [(lost.peer_epoch, lost.generation, lost.final) for lost in poster.lost_peers] == [(0xD, 7, False)]
     due = poster.next_deadline()
     assert due is not None
     poster.tick(due)
     assert len(movers[0].heard) == 2
     movers[0].says(wire.Lost(peer.number, "no such file", True))
-    assert poster.next_deadline() is None and poster.lost[1].final and len(poster.lost) == 2
+    assert poster.next_deadline() is None and poster.lost_peers[1].final and len(poster.lost_peers) == 2
 
 
 def test_disconnecting_waits_for_what_is_in_flight(movers: list[ScriptedMover]) -> None:

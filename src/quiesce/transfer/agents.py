@@ -14,21 +14,19 @@ from pathlib import Path
 from typing import Literal
 
 from quiesce.core.messages import Grant
-from quiesce.core.posting import Outcome
 from quiesce.transfer.agent import Engine
 from quiesce.transfer.agent_lender import AgentLender
 from quiesce.transfer.agent_poster import AgentPoster
 from quiesce.transfer.couriers import Told
+from quiesce.transfer.ends import TwoEnds
 from quiesce.transfer.interface import (
     Access,
     Arena,
     Capabilities,
     FenceProof,
     Peer,
-    PeerLost,
     Post,
     Region,
-    Transport,
 )
 from quiesce.transfer.trial import trial
 from quiesce.transfer.watch import Watch
@@ -45,9 +43,12 @@ def used_for(engine: Engine, direction: Use) -> Capabilities:
     return replace(engine.caps, pull=engine.caps.pull and direction != "push")
 
 
-class AgentTransport(Transport):
+class AgentTransport(TwoEnds):
     """`host`: interface for peers on other machines, None: this machine only. Raises MissingEngine, and ValueError
     for settings that cannot work."""
+
+    _lender: AgentLender
+    _poster: AgentPoster
 
     def __init__(
         self,
@@ -72,11 +73,8 @@ class AgentTransport(Transport):
         self._watch.add(self._told.flag, self._told.turn)
         self._lender = AgentLender(self._watch, self._told, engine, run_dir, epoch, host, max_peers)
         self._poster = AgentPoster(self._watch, self._told, engine, max_transfer_pages, max_open_posts, max_peers)
+        self._clocked = (self._lender, self._poster)
         self._arena: Arena | None = None
-        self._closed = False
-
-    def fileno(self) -> int:
-        return self._watch.fileno()
 
     def self_test(self) -> list[str]:
         use: Use = "pull" if self._direction == "pull" else "push"
@@ -96,9 +94,6 @@ class AgentTransport(Transport):
 
     def descriptor(self, peer_epoch: int | None = None) -> bytes:
         return self._lender.descriptor(peer_epoch or 0)
-
-    def generation(self, peer_epoch: int) -> int | None:
-        return self._lender.generation(peer_epoch)
 
     def lend(
         self, peer_epoch: int, pages: Sequence[int], *, access: Access = "write", generation: int | None = None
@@ -123,13 +118,6 @@ class AgentTransport(Transport):
     def consume_barrier(self, pages: Sequence[int]) -> None:
         """Nothing to wait for: the memory of one host, written by its own processor or by a device that it sees."""
 
-    def events(self) -> list[PeerLost]:
-        self._turn()
-        lost = self._lender.lost + self._poster.lost_peers
-        self._lender.lost, self._poster.lost_peers = [], []
-        self._settle()
-        return lost
-
     def connect(self, descriptor: bytes, own_epoch: int) -> Peer:
         peer = self._poster.connect(descriptor, own_epoch)
         self._settle()
@@ -145,21 +133,8 @@ class AgentTransport(Transport):
         self._settle()
         return post
 
-    def poll(self) -> list[tuple[Post, Outcome]]:
-        self._turn()
-        ended, self._poster.ended = self._poster.ended, []
-        self._settle()
-        return ended
-
-    def try_cancel(self, post: Post) -> bool:
-        return self._poster.try_cancel(post)
-
     def drain(self, peer: Peer) -> bool:
         return self._poster.drained(peer)
-
-    def disconnect(self, peer: Peer) -> None:
-        self._poster.disconnect(peer)
-        self._settle()
 
     def counters(self) -> dict[str, int]:
         return {**self._poster.counters, **self._lender.counters}
@@ -172,18 +147,3 @@ class AgentTransport(Transport):
         self._poster.close(LEAVE_SECONDS)
         self._lender.close(max(0.1, until - time.monotonic()))
         self._watch.close()
-
-    def _turn(self) -> None:
-        if self._closed:
-            return
-        self._watch.turn()
-        now = time.monotonic()
-        self._lender.tick(now)
-        self._poster.tick(now)
-
-    def _settle(self) -> None:
-        if self._closed:
-            return
-        self._watch.flag(bool(self._lender.lost or self._poster.lost_peers or self._poster.ended))
-        due = [t for t in (self._lender.next_deadline(), self._poster.next_deadline()) if t is not None]
-        self._watch.alarm(min(due, default=None))

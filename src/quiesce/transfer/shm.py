@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import fcntl
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from quiesce.core.messages import Grant
-from quiesce.core.posting import Outcome
 from quiesce.transfer import mover_wire as wire
 from quiesce.transfer.arena import SEALS, shared_arena
-from quiesce.transfer.interface import Arena, Capabilities, FenceProof, Peer, PeerLost, Post, Region, Transport
+from quiesce.transfer.ends import TwoEnds
+from quiesce.transfer.interface import Arena, Capabilities, FenceProof, Peer, Post, Region
 from quiesce.transfer.shm_lender import Lender, Lets
 from quiesce.transfer.shm_poster import STALL_SECONDS, Poster
 from quiesce.transfer.watch import Watch
@@ -37,7 +36,7 @@ Direction = Literal["push", "pull", "both"]
 LETS: dict[Direction, Lets] = {"push": "write", "pull": "read", "both": "both"}
 
 
-class ShmTransport(Transport):
+class ShmTransport(TwoEnds):
     """Lends and posts pages of one arena. `run_dir` holds the listening socket (mode 0600, fresh name).
 
     `direction`: in push movers write into what is lent and only read from their own engine's pool; in pull the other
@@ -49,6 +48,9 @@ class ShmTransport(Transport):
     """
 
     caps = CAPABILITIES
+
+    _lender: Lender
+    _poster: Poster
 
     def __init__(
         self,
@@ -67,11 +69,8 @@ class ShmTransport(Transport):
         self._lender = Lender(self._watch, run_dir, epoch, max_peers, LETS[direction])
         reads = direction != "push"
         self._poster = Poster(self._watch, max_transfer_pages, max_open_posts, max_peers, stall_seconds, reads)
+        self._clocked = (self._lender, self._poster)
         self._arena: Arena | None = None
-        self._closed = False
-
-    def fileno(self) -> int:
-        return self._watch.fileno()
 
     def self_test(self) -> list[str]:
         """What the kernel must have: sealed memory files and process descriptors."""
@@ -98,9 +97,6 @@ class ShmTransport(Transport):
     def descriptor(self, peer_epoch: int | None = None) -> bytes:
         return self._lender.descriptor()
 
-    def generation(self, peer_epoch: int) -> int | None:
-        return self._lender.generation(peer_epoch)
-
     def fence(
         self, peer_epoch: int, generation: int | None = None, pages: frozenset[int] | None = None
     ) -> FenceProof | None:
@@ -119,13 +115,6 @@ class ShmTransport(Transport):
     def consume_barrier(self, pages: Sequence[int]) -> None:
         """Nothing to wait for: one coherent memory."""
 
-    def events(self) -> list[PeerLost]:
-        self._turn()
-        lost = self._lender.lost + self._poster.lost
-        self._lender.lost, self._poster.lost = [], []
-        self._settle()
-        return lost
-
     def connect(self, descriptor: bytes, own_epoch: int) -> Peer:
         return self._poster.connect(descriptor, own_epoch)
 
@@ -139,21 +128,8 @@ class ShmTransport(Transport):
         self._settle()
         return post
 
-    def poll(self) -> list[tuple[Post, Outcome]]:
-        self._turn()
-        ended, self._poster.ended = self._poster.ended, []
-        self._settle()
-        return ended
-
-    def try_cancel(self, post: Post) -> bool:
-        return self._poster.try_cancel(post)
-
     def drain(self, peer: Peer) -> bool:
         return self._poster.open_posts(peer) == 0
-
-    def disconnect(self, peer: Peer) -> None:
-        self._poster.disconnect(peer)
-        self._settle()
 
     def counters(self) -> dict[str, int]:
         """Totals since the start, for the metrics."""
@@ -166,21 +142,6 @@ class ShmTransport(Transport):
         self._lender.close()
         self._poster.close()
         self._watch.close()
-
-    def _turn(self) -> None:
-        if self._closed:
-            return
-        self._watch.turn()
-        now = time.monotonic()
-        self._lender.tick(now)
-        self._poster.tick(now)
-
-    def _settle(self) -> None:
-        if self._closed:
-            return
-        self._watch.flag(bool(self._lender.lost or self._poster.lost or self._poster.ended))
-        due = [t for t in (self._lender.next_deadline(), self._poster.next_deadline()) if t is not None]
-        self._watch.alarm(min(due, default=None))
 
 
 def factory(run_dir: Path, epoch: int, pages: int, page_bytes: int) -> tuple[ShmTransport, Arena]:

@@ -58,7 +58,7 @@ class Poster:
         self._last_number = self._last_job = 0
         self._blocked = False
         self.ended: list[tuple[Post, Outcome]] = []
-        self.lost: list[PeerLost] = []
+        self.lost_peers: list[PeerLost] = []
         self.counters = dict.fromkeys(("posts", "placed_pages", "failed_posts", "mover_deaths", "mover_stalls"), 0)
 
     def use(self, arena: Arena) -> None:
@@ -292,7 +292,7 @@ class Poster:
         if state.over:
             return
         if state.attached or final:
-            self.lost.append(PeerLost(state.peer.epoch, state.generation, reason, final))
+            self.lost_peers.append(PeerLost(state.peer.epoch, state.generation, reason, final))
         state.attached = False
         if final:
             self._give_up(state)

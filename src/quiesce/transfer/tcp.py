@@ -22,9 +22,9 @@ from pathlib import Path
 import msgspec
 
 from quiesce.core.messages import Grant
-from quiesce.core.posting import Outcome
 from quiesce.transfer import tcp_wire as wire
 from quiesce.transfer.arena import shared_arena
+from quiesce.transfer.ends import TwoEnds
 from quiesce.transfer.inbox import Inbox
 from quiesce.transfer.interface import (
     Access,
@@ -32,10 +32,8 @@ from quiesce.transfer.interface import (
     Capabilities,
     FenceProof,
     Peer,
-    PeerLost,
     Post,
     Region,
-    Transport,
 )
 from quiesce.transfer.tcp_lender import TcpLender
 from quiesce.transfer.tcp_poster import TcpPoster
@@ -62,12 +60,15 @@ CLOSE_SECONDS = 2.0
 WILDCARDS = ("", "0.0.0.0", "::", "*")
 
 
-class TcpTransport(Transport):
+class TcpTransport(TwoEnds):
     """Lends and posts pages of one arena. `host`: the address of this host that peers reach, and the only one that is
     listened at. `lanes`: connections a peer, each with a thread at either end. Raises ValueError for settings that
     cannot work."""
 
     caps = CAPABILITIES
+
+    _lender: TcpLender
+    _poster: TcpPoster
 
     def __init__(
         self,
@@ -92,12 +93,9 @@ class TcpTransport(Transport):
         self._inbox = Inbox(self._watch)
         self._lender = TcpLender(self._watch, self._inbox, epoch, host, max_peers, lanes, server)
         self._poster = TcpPoster(self._watch, self._inbox, max_transfer_pages, max_open_posts, max_peers, client)
+        self._clocked = (self._poster,)
         self._arena: Arena | None = None
         self._newest_read: dict[int, int] = {}  # lender's epoch -> newest generation that we read under
-        self._closed = False
-
-    def fileno(self) -> int:
-        return self._watch.fileno()
 
     def self_test(self) -> list[str]:
         return trial(lambda epoch: TcpTransport(epoch, host=self._host, lanes=1, tls=self._tls))
@@ -116,9 +114,6 @@ class TcpTransport(Transport):
 
     def descriptor(self, peer_epoch: int | None = None) -> bytes:
         return msgspec.msgpack.encode(self._lender.descriptor(peer_epoch))
-
-    def generation(self, peer_epoch: int) -> int | None:
-        return self._lender.generation(peer_epoch)
 
     def lend(
         self, peer_epoch: int, pages: Sequence[int], *, access: Access = "write", generation: int | None = None
@@ -149,13 +144,6 @@ class TcpTransport(Transport):
 
     # ------------------------------------------------------------ both sides
 
-    def events(self) -> list[PeerLost]:
-        self._turn()
-        lost = self._lender.lost + self._poster.lost
-        self._lender.lost, self._poster.lost = [], []
-        self._settle()
-        return lost
-
     def counters(self) -> dict[str, int]:
         return dict(
             Counter(self._poster.counters) + self._lender.counters + Counter(late_bytes=self._lender.late_bytes())
@@ -180,21 +168,8 @@ class TcpTransport(Transport):
         self._settle()
         return post
 
-    def poll(self) -> list[tuple[Post, Outcome]]:
-        self._turn()
-        ended, self._poster.ended = self._poster.ended, []
-        self._settle()
-        return ended
-
-    def try_cancel(self, post: Post) -> bool:
-        return self._poster.try_cancel(post)
-
     def drain(self, peer: Peer) -> bool:
         return self._poster.open_posts(peer) == 0
-
-    def disconnect(self, peer: Peer) -> None:
-        self._poster.disconnect(peer)
-        self._settle()
 
     def close_all(self) -> None:
         if self._closed:
@@ -207,18 +182,6 @@ class TcpTransport(Transport):
         self._closed = True
         self._inbox.close()
         self._watch.close()
-
-    def _turn(self) -> None:
-        if self._closed:
-            return
-        self._watch.turn()
-        self._poster.tick(time.monotonic())
-
-    def _settle(self) -> None:
-        if self._closed:
-            return
-        self._watch.flag(bool(self._lender.lost or self._poster.lost or self._poster.ended))
-        self._watch.alarm(self._poster.next_deadline())
 
 
 def factory(run_dir: Path, epoch: int, pages: int, page_bytes: int) -> tuple[TcpTransport, Arena]:

@@ -57,7 +57,7 @@ class TcpPoster:
         self._ids = itertools.count(1)
         self._closed = False
         self.ended: list[tuple[Post, Outcome]] = []
-        self.lost: list[PeerLost] = []
+        self.lost_peers: list[PeerLost] = []
         self.counters: Counter[str] = Counter()
 
     def use(self, arena: Arena) -> None:
@@ -184,7 +184,7 @@ class TcpPoster:
         """The attachment ends as a whole."""
         if target.losing is None:
             if target.attached and not target.over:
-                self.lost.append(PeerLost(target.peer.epoch, target.generation, reason, False))
+                self.lost_peers.append(PeerLost(target.peer.epoch, target.generation, reason, False))
             target.losing = reason
             for lane in target.lanes:
                 if lane.stream is not None:
@@ -213,7 +213,7 @@ class TcpPoster:
     def _gone(self, target: Target, reason: str) -> None:
         """Its process is gone, or wants nothing of us: nothing lands there any more. If we leave, who knows."""
         if not target.over:
-            self.lost.append(PeerLost(target.peer.epoch, target.generation, reason, True))
+            self.lost_peers.append(PeerLost(target.peer.epoch, target.generation, reason, True))
         target.over = True
         for job in target.unsettled:
             job.total.unknown = self._closed
