@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from between import Between
+
 from quiesce.core.borrower import (
     Borrower,
     Chunk,
@@ -28,19 +30,14 @@ from quiesce.core.borrower import State as Borrowing
 from quiesce.core.ledger import Ledger
 from quiesce.core.lender import DESIGNATED_RANK, End, Lender, NotRevoked, PeerLost, Publish, Revoked, State, Verified
 from quiesce.core.machine import (
-    Action,
-    Arm,
     Closed,
     Committed,
-    Fired,
     Heard,
     Lost,
     Opened,
     Post,
     Revoke,
-    Send,
     Stopped,
-    Timer,
     TryDrain,
     Verify,
 )
@@ -93,34 +90,18 @@ class Decode:
     granted: set[int] = field(default_factory=set)
 
 
-class World:
+class World(Between):
     def __init__(self, ranks: int = 1, *, fences: bool = True, drains: bool = True) -> None:
-        self.ranks, self.fences, self.drains = ranks, fences, drains
-        self._epochs = 0
-        self.wire: list[tuple[int, Heard]] = []  # (to epoch, message and speaker): never consumed
-        self.unread: list[int] = []  # indices into wire that were not delivered yet
-        self.timers: dict[tuple[int, object, object], Fired] = {}
+        super().__init__(ranks)
+        self.fences, self.drains = fences, drains
         self.flying: list[Flying] = []
-        self.revokes: list[tuple[int, Revoke]] = []
         self.generation: dict[tuple[int, int], int] = {}  # (lender epoch, borrower epoch) -> current
-        self.decodes: list[Decode] = []
-        self.prefills: dict[int, Prefill] = {}  # by epoch, dead ones too
-        self.current: dict[int, Prefill] = {}  # by rank
         self.written: dict[tuple[int, int, int], Leg] = {}  # (lender epoch, page, rank) -> who wrote it last
-        self.committed = self.lost = 0
         self.start_decode()
         for rank in range(ranks):
             self.start_prefill(rank)
 
     # ------------------------------------------------------------ processes
-
-    def _epoch(self) -> int:
-        self._epochs += 1
-        return self._epochs
-
-    @property
-    def decode(self) -> Decode:
-        return self.decodes[-1]
 
     def start_decode(self) -> None:
         epoch = self._epoch()
@@ -136,14 +117,8 @@ class World:
         self.prefills[epoch] = self.current[rank] = prefill
         self.borrowed(prefill, LenderUp(self.decode.epoch))
 
-    def crash_prefill(self, pick: int) -> None:
-        """The successor runs at once; the lender hears of it when `notice` is called, which may be much later."""
-        old = self.current[pick % self.ranks]
-        old.alive = False
-        self.start_prefill(old.rank)
-
     def notice(self, pick: int) -> None:
-        dead = [prefill.epoch for prefill in self.prefills.values() if not prefill.alive]
+        dead = self.dead_prefills()
         if dead:
             self.lent(PeerLost(dead[pick % len(dead)], "prefill died"))
 
@@ -157,7 +132,7 @@ class World:
                 self.borrowed(prefill, LenderGone(old.epoch))
 
     def notice_decode(self, pick: int) -> None:
-        dead = [decode.epoch for decode in self.decodes if not decode.alive]
+        dead = self.dead_decodes()
         if dead:
             prefill = self.current[pick % self.ranks]
             self.borrowed(prefill, LenderGone(dead[pick % len(dead)]))
@@ -307,22 +282,6 @@ class World:
         else:
             self.lent(NotRevoked(revoke.epoch, revoke.generation))
 
-    # ------------------------------------------------------------ the network and the clock
-
-    def deliver(self, pick: int) -> None:
-        """Any message that was ever sent; mostly one that was not read yet."""
-        if not self.wire:
-            return
-        unread = self.unread and pick % 8
-        self._deliver(self.unread.pop(pick % len(self.unread)) if unread else pick % len(self.wire))
-
-    def _deliver(self, index: int) -> None:
-        to, heard = self.wire[index]
-        if to == self.decode.epoch:
-            self.lent(heard)
-        elif (prefill := self.prefills.get(to)) is not None and prefill.alive:
-            self.borrowed(prefill, heard)
-
     def mislead(self, pick: int) -> None:
         """A message for a dead borrower reaches its successor."""
         stray = [
@@ -332,23 +291,6 @@ class World:
         ]
         if stray:
             self.borrowed(*stray[pick % len(stray)])
-
-    def fire(self, pick: int) -> None:
-        """Some clock runs out; a deadline, which ends a good transfer, only now and then."""
-        running = [key for key in self.timers if key[1] is not Timer.DEADLINE or pick % 16 == 0]
-        if running:
-            self._fire(running[pick % len(running)])
-
-    def _fire(self, key: tuple[int, object, object]) -> None:
-        fired = self.timers.pop(key)
-        if key[0] == self.decode.epoch:
-            self.lent(fired)
-        elif (prefill := self.prefills.get(key[0])) is not None and prefill.alive:
-            self.borrowed(prefill, fired)
-
-    def _put(self, to: int, heard: Heard) -> None:
-        self.unread.append(len(self.wire))
-        self.wire.append((to, heard))
 
     # ------------------------------------------------------------ what the machines ask for
 
@@ -399,24 +341,12 @@ class World:
                 case _:
                     self._common(prefill.epoch, action)
 
-    def _common(self, me: int, action: Action) -> None:
-        match action:
-            case Send(to, message):
-                self._put(to, Heard(message, me))
-            case Arm(timer, about, attempt):
-                self.timers[me, timer, about] = Fired(timer, about, attempt)
-            case _:
-                raise AssertionError(f"{action} from the wrong side")
+    decode_hears, prefill_hears = lent, borrowed
 
     # ------------------------------------------------------------ invariants and the end
 
-    def check(self) -> None:
-        books = [self.decode.ledger, *(prefill.sources for prefill in self.current.values())]
-        for book in books:
-            census = book.census()
-            parts = census.free + census.owned + census.cached + census.held + census.retained
-            assert parts == census.total
-            assert book.unsound == 0
+    def consistent(self) -> None:
+        self.check_books([self.decode.ledger, *(prefill.sources for prefill in self.current.values())])
         for prefill in self.current.values():
             assert prefill.borrower.known == sum(1 for _ in prefill.borrower.all_records())
             for record in prefill.borrower.all_records():
@@ -430,7 +360,7 @@ class World:
 
     def quiesce(self) -> None:
         """Everything that can end ends: no loss, no new work, every clock ticks, every fence that exists is had."""
-        dead = [prefill.epoch for prefill in self.prefills.values() if not prefill.alive]
+        dead = self.dead_prefills()
         for decode in self.decodes[:-1]:
             for prefill in self.current.values():
                 self.borrowed(prefill, LenderGone(decode.epoch))
@@ -447,13 +377,10 @@ class World:
             self._run_all(lambda: self.decode.verifying, lambda: self.verify(1, matches=True))
             self._run_all(lambda: self.revokes, lambda: self.fence(1, refuse=False))
             self._run_all(lambda: [p for p in self.current.values() if p.drains], lambda: self.drain(0))
-            unread, self.unread = self.unread, []
-            for index in unread:
-                self._deliver(index)
-            for key in list(self.timers):
-                self._fire(key)
+            self.deliver_all()
+            self.fire_all()
             self.ping(0)
-            self.check()
+            self.consistent()
 
     @staticmethod
     def _run_all(left: Callable[[], object], step: Callable[[], None]) -> None:

@@ -10,24 +10,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from between import Between
+
 from quiesce.core.borrowing import DrainSaid, PostEnded
 from quiesce.core.ledger import Ledger
 from quiesce.core.lender import DESIGNATED_RANK
 from quiesce.core.lending import End, NotRevoked, PeerLost, Revoked, State
 from quiesce.core.machine import (
     Action,
-    Arm,
     CheckGrant,
     Closed,
     Committed,
-    Fired,
     Heard,
     Lost,
     Opened,
     Post,
     Revoke,
-    Send,
-    Timer,
     TryDrain,
 )
 from quiesce.core.messages import FirstToken, Grant, Leg, Ping, TransferId
@@ -76,36 +74,20 @@ class Prefill:
     fenced: dict[int, int] = field(default_factory=dict)  # reader -> newest generation that it can read no more
 
 
-class PullWorld:
+class PullWorld(Between):
     def __init__(self, ranks: int = 1, *, fences: bool = True, own_fences: bool = True) -> None:
-        self.ranks, self.fences, self.own_fences = ranks, fences, own_fences
-        self._epochs = 0
-        self.wire: list[tuple[int, Heard]] = []
-        self.unread: list[int] = []
-        self.timers: dict[tuple[int, object, object], Fired] = {}
+        super().__init__(ranks)
+        self.fences, self.own_fences = fences, own_fences
         self.reads: list[Read] = []
-        self.revokes: list[tuple[int, Revoke]] = []
-        self.decodes: list[Decode] = []
-        self.prefills: dict[int, Prefill] = {}
-        self.current: dict[int, Prefill] = {}
         self.written: dict[
             tuple[int, int, int], tuple[TransferId, bool]
         ] = {}  # (reader, page, rank) -> of whom, right?
         self.barred: dict[tuple[int, int], int] = {}  # (reader, source) -> newest generation that lands no more
-        self.committed = self.lost = 0
         self.start_decode()
         for rank in range(ranks):
             self.start_prefill(rank)
 
     # ------------------------------------------------------------ processes
-
-    def _epoch(self) -> int:
-        self._epochs += 1
-        return self._epochs
-
-    @property
-    def decode(self) -> Decode:
-        return self.decodes[-1]
 
     def start_decode(self) -> None:
         epoch, ledger = self._epoch(), Ledger(PagePool(PAGES), PagePool(3, "rows"))
@@ -119,11 +101,6 @@ class PullWorld:
         self.prefills[epoch] = self.current[rank] = prefill
         self.lent(prefill, ReaderUp(self.decode.epoch))
 
-    def crash_prefill(self, pick: int) -> None:
-        old = self.current[pick % self.ranks]
-        old.alive = False
-        self.start_prefill(old.rank)
-
     def crash_decode(self, pick: int) -> None:
         """Its reads land in nobody's memory."""
         old = self.decode
@@ -134,12 +111,12 @@ class PullWorld:
                 self.lent(prefill, PeerLost(old.epoch, "decode died"))
 
     def notice(self, pick: int) -> None:
-        dead = [prefill.epoch for prefill in self.prefills.values() if not prefill.alive]
+        dead = self.dead_prefills()
         if dead:
             self.read(PeerLost(dead[pick % len(dead)], "prefill died"))
 
     def notice_decode(self, pick: int) -> None:
-        dead = [decode.epoch for decode in self.decodes if not decode.alive]
+        dead = self.dead_decodes()
         if dead:
             self.lent(self.current[pick % self.ranks], PeerLost(dead[pick % len(dead)], "decode died"))
 
@@ -306,35 +283,8 @@ class PullWorld:
         else:
             self.lent(prefill, NotRevoked(revoke.epoch, revoke.generation))
 
-    # ------------------------------------------------------------ the network and the clock
-
-    def deliver(self, pick: int) -> None:
-        if self.wire:
-            unread = self.unread and pick % 8
-            self._deliver(self.unread.pop(pick % len(self.unread)) if unread else pick % len(self.wire))
-
-    def _deliver(self, index: int) -> None:
-        to, heard = self.wire[index]
-        if to == self.decode.epoch:
-            self.read(heard)
-        elif (prefill := self.prefills.get(to)) is not None:
-            self.lent(prefill if prefill.alive else self.current[prefill.rank], heard)  # its successor hears it
-
-    def fire(self, pick: int) -> None:
-        running = [key for key in self.timers if key[1] is not Timer.DEADLINE or pick % 16 == 0]
-        if running:
-            self._fire(running[pick % len(running)])
-
-    def _fire(self, key: tuple[int, object, object]) -> None:
-        fired = self.timers.pop(key)
-        if key[0] == self.decode.epoch:
-            self.read(fired)
-        elif (prefill := self.prefills.get(key[0])) is not None and prefill.alive:
-            self.lent(prefill, fired)
-
-    def _put(self, to: int, heard: Heard) -> None:
-        self.unread.append(len(self.wire))
-        self.wire.append((to, heard))
+    def mail(self, prefill: Prefill, heard: Heard) -> None:
+        self.lent(prefill if prefill.alive else self.current[prefill.rank], heard)  # its successor hears it
 
     # ------------------------------------------------------------ what the machines ask for
 
@@ -380,24 +330,18 @@ class PullWorld:
                 case _:
                     self._common(prefill.epoch, action)
 
+    decode_hears, prefill_hears = read, lent
+
     def _common(self, me: int, action: Action) -> None:
-        match action:
-            case Send(to, message):
-                self._put(to, Heard(message, me))
-            case Arm(timer, about, attempt):
-                self.timers[me, timer, about] = Fired(timer, about, attempt)
-            case Revoke():
-                self.revokes.append((me, action))
-            case _:
-                raise AssertionError(f"{action} from the wrong side")
+        if isinstance(action, Revoke):
+            self.revokes.append((me, action))
+        else:
+            super()._common(me, action)
 
     # ------------------------------------------------------------ invariants and the end
 
     def consistent(self) -> None:
-        for book in [self.decode.ledger, *(prefill.ledger for prefill in self.current.values())]:
-            census = book.census()
-            assert census.free + census.owned + census.cached + census.held + census.retained == census.total
-            assert book.unsound == 0
+        self.check_books([self.decode.ledger, *(prefill.ledger for prefill in self.current.values())])
         for tid, transfer in self.decode.reader.transfers.items():
             for leg_rank, reading in self.decode.reader._readings(transfer).items():
                 mine = [r for r in self.reads if r.post.leg.tid == tid and r.post.leg.p_rank == leg_rank]
@@ -426,11 +370,8 @@ class PullWorld:
                 self.fence(1, refuse=False)
             while self.decode.drains:
                 self.drain(0)
-            unread, self.unread = self.unread, []
-            for index in unread:
-                self._deliver(index)
-            for key in list(self.timers):
-                self._fire(key)
+            self.deliver_all()
+            self.fire_all()
             self.ping(0)
             self.consistent()
 
@@ -440,9 +381,8 @@ class PullWorld:
                 self.lent(prefill, PeerLost(decode.epoch, "decode died"))
             for tid in [t for t, transfer in prefill.lender.transfers.items() if transfer.state is COMPUTING]:
                 self.lent(prefill, End(tid, "shutting down"))
-        for old in self.prefills.values():
-            if not old.alive:
-                self.read(PeerLost(old.epoch, "prefill died"))
+        for epoch in self.dead_prefills():
+            self.read(PeerLost(epoch, "prefill died"))
 
     def check_quiet(self) -> None:
         """Every drain was to be had, so everything closes on both sides."""

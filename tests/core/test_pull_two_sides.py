@@ -7,22 +7,15 @@ import random
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize
 from pull_world import MOVES, PullWorld
+from walks import walk, wander
 
 from quiesce.lab.mutants import MUTANTS
 
 NAMES = [name for name, _ in MOVES]
 WEIGHTS = [weight for _, weight in MOVES]
-
-
-def wander(world: PullWorld, seed: int, moves: list[str], weights: list[int], steps: int = 400) -> None:
-    choose = random.Random(seed)
-    for name in choose.choices(moves, weights, k=steps):
-        getattr(world, name)(choose.randrange(1 << 20))
-        world.consistent()
-    world.quiesce()
-    world.check_quiet()
+STEPS = 400
 
 
 @pytest.mark.parametrize("fences", [True, False])
@@ -32,7 +25,7 @@ def test_no_read_takes_or_lands_where_it_must_not_and_everything_closes(ranks: i
     committed = lost = 0
     for seed in range(60):
         world = PullWorld(ranks, fences=fences, own_fences=own_fences)
-        wander(world, seed, NAMES, WEIGHTS)
+        wander(world, seed, STEPS, NAMES, WEIGHTS)
         committed += world.committed
         lost += world.lost
     assert committed > 5 and lost > 5, "the walk must see both ends"
@@ -40,7 +33,7 @@ def test_no_read_takes_or_lands_where_it_must_not_and_everything_closes(ranks: i
 
 def test_the_reader_may_restart():
     for seed in range(20):
-        wander(PullWorld(2), seed, [*NAMES, "crash_decode"], [*WEIGHTS, 1])
+        wander(PullWorld(2), seed, STEPS, [*NAMES, "crash_decode"], [*WEIGHTS, 1])
 
 
 def test_without_faults_every_pull_commits():
@@ -54,33 +47,12 @@ def test_without_faults_every_pull_commits():
         assert world.committed and not world.lost
 
 
-class PullTwoSides(RuleBasedStateMachine):
-    """The same world under hypothesis, which shrinks what it finds to a story."""
+class PullTwoSides(walk([*NAMES, "crash_decode"], ["deliver", "compute", "outcome"])):
+    """The same world under hypothesis."""
 
     @initialize(ranks=st.integers(1, 2), fences=st.booleans(), own_fences=st.booleans())
     def start(self, ranks: int, fences: bool, own_fences: bool) -> None:
         self.world = PullWorld(ranks, fences=fences, own_fences=own_fences)
-
-    @rule(name=st.sampled_from([*NAMES, "crash_decode"]), pick=st.integers(0, 1 << 16))
-    def move(self, name: str, pick: int) -> None:
-        getattr(self.world, name)(pick)
-
-    @rule(
-        picks=st.lists(st.tuples(st.sampled_from(["deliver", "compute", "outcome"]), st.integers(0, 255)), max_size=8)
-    )
-    def progress(self, picks: list[tuple[str, int]]) -> None:
-        for name, pick in picks:
-            getattr(self.world, name)(pick)
-
-    @invariant()
-    def consistent(self) -> None:
-        if hasattr(self, "world"):
-            self.world.consistent()
-
-    def teardown(self) -> None:
-        if hasattr(self, "world"):
-            self.world.quiesce()
-            self.world.check_quiet()
 
 
 TestPullTwoSides = PullTwoSides.TestCase
@@ -92,4 +64,4 @@ def test_the_walk_would_notice(name: str) -> None:
     (mutant,) = [mutant for mutant in MUTANTS if mutant.name == name]
     with mutant.made(), pytest.raises(AssertionError):
         for seed in range(300):
-            wander(PullWorld(1, own_fences=False), seed, NAMES, WEIGHTS)
+            wander(PullWorld(1, own_fences=False), seed, STEPS, NAMES, WEIGHTS)

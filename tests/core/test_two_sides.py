@@ -8,18 +8,11 @@ import pytest
 from core_world import MOVES, World
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize
+from walks import walk, wander
 
-picks = st.integers(0, 1 << 16)
 NAMES = [name for name, _ in MOVES]
 WEIGHTS = [weight for _, weight in MOVES]
-
-
-def wander(world: World, seed: int, steps: int, moves: list[str], weights: list[int]) -> None:
-    choose = random.Random(seed)
-    for name in choose.choices(moves, weights, k=steps):
-        getattr(world, name)(choose.randrange(1 << 20))
-        world.check()
 
 
 @pytest.mark.parametrize("fences", [True, False])
@@ -30,8 +23,6 @@ def test_no_write_lands_in_foreign_pages_and_everything_closes(ranks: int, fence
     for seed in range(25):
         world = World(ranks, fences=fences, drains=drains)
         wander(world, seed, 500, NAMES, WEIGHTS)
-        world.quiesce()
-        world.check_quiet()
         committed += world.committed
         lost += world.lost
     assert committed > 5 and lost > 5, "the walk must see both ends"
@@ -39,10 +30,7 @@ def test_no_write_lands_in_foreign_pages_and_everything_closes(ranks: int, fence
 
 def test_no_write_lands_in_foreign_pages_when_the_lender_restarts():
     for seed in range(25):
-        world = World(2)
-        wander(world, seed, 500, [*NAMES, "crash_decode"], [*WEIGHTS, 1])
-        world.quiesce()
-        world.check_quiet()
+        wander(World(2), seed, 500, [*NAMES, "crash_decode"], [*WEIGHTS, 1])
 
 
 def test_without_faults_everything_commits():
@@ -57,33 +45,12 @@ def test_without_faults_everything_commits():
         assert world.committed and not world.lost
 
 
-class TwoSides(RuleBasedStateMachine):
-    """The same world under hypothesis, which shrinks what it finds to a story."""
+class TwoSides(walk([*NAMES, "crash_decode"], ["publish", "deliver", "compute"])):
+    """The same world under hypothesis."""
 
     @initialize(ranks=st.integers(1, 2), fences=st.booleans(), drains=st.booleans())
     def start(self, ranks: int, fences: bool, drains: bool) -> None:
         self.world = World(ranks, fences=fences, drains=drains)
-
-    @rule(name=st.sampled_from([*NAMES, "crash_decode"]), pick=st.integers(0, 1 << 16))
-    def move(self, name: str, pick: int) -> None:
-        getattr(self.world, name)(pick)
-
-    @rule(
-        picks=st.lists(st.tuples(st.sampled_from(["publish", "deliver", "compute"]), st.integers(0, 255)), max_size=8)
-    )
-    def progress(self, picks: list[tuple[str, int]]) -> None:
-        for name, pick in picks:
-            getattr(self.world, name)(pick)
-
-    @invariant()
-    def consistent(self) -> None:
-        if hasattr(self, "world"):
-            self.world.check()
-
-    def teardown(self) -> None:
-        if hasattr(self, "world"):
-            self.world.quiesce()
-            self.world.check_quiet()
 
 
 TestTwoSides = TwoSides.TestCase
