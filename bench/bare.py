@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from quiesce.transfer.arena import shared_arena
+from quiesce.transfer.tcp_stream import advance
 
 Pages = Sequence[tuple[list[int], list[int]]]  # (source, target) of each transfer
 IOV = 64
@@ -80,21 +81,10 @@ def views(memory: memoryview, size: int, pages: Sequence[int]) -> list[memoryvie
     return [memory[page * size : (page + 1) * size] for page in pages]
 
 
-def _advance(left: list[memoryview], first: int, count: int) -> int:
-    while count:
-        size = len(left[first])
-        if count < size:
-            left[first] = left[first][count:]
-            return first
-        count -= size
-        first += 1
-    return first
-
-
 def send_all(sock: socket.socket, left: list[memoryview]) -> None:
     first = 0
     while first < len(left):
-        first = _advance(left, first, sock.sendmsg(left[first : first + IOV]))
+        first = advance(left, first, sock.sendmsg(left[first : first + IOV]))
 
 
 def receive_sockets(pages: int, page_bytes: int) -> None:
@@ -109,7 +99,7 @@ def receive_sockets(pages: int, page_bytes: int) -> None:
         left = views(memory, page_bytes, targets)
         first = 0
         while first < len(left):
-            first = _advance(left, first, sock.recvmsg_into(left[first : first + IOV])[0])
+            first = advance(left, first, sock.recvmsg_into(left[first : first + IOV])[0])
         sock.sendall(b"k")
 
 

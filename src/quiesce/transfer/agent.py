@@ -15,6 +15,7 @@ from quiesce.transfer.interface import Capabilities
 from quiesce.transfer.window import Window
 
 Direction = Literal["write", "read"]
+Drain = Literal["none", "per_post", "flush"]
 
 
 class MissingEngine(RuntimeError):
@@ -38,6 +39,36 @@ class Limits:
     flush: bool
     pages_in_flight: int  # of one batch; one batch is one operation of the engine
     batches_in_flight: int
+
+
+def claims(
+    name: str,
+    lane: str,
+    *,
+    drain: Drain = "none",
+    fence: Literal["none", "peer"] = "none",
+    placed_means: Literal["visible", "accepted"] = "visible",
+    fences_readers: bool = True,
+    measured: bool,
+) -> Capabilities:
+    """What every engine of this kind has, and of the rest what was measured on this lane."""
+    return Capabilities(
+        name=name,
+        lane=lane,
+        push=True,
+        pull=True,
+        gather=True,
+        notify=False,
+        failure_is_terminal=False,
+        cancels_queued=True,
+        blocking_post=False,
+        drain=drain,
+        fence=fence,
+        fence_cost="none" if fence == "none" else "disrupts_peer",
+        placed_means=placed_means,
+        fences_readers=fences_readers,
+        measured=measured,
+    )
 
 
 class Lending(Protocol):

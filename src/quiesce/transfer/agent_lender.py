@@ -17,6 +17,7 @@ import msgspec
 from quiesce.transfer import attach as wire
 from quiesce.transfer.agent import Engine
 from quiesce.transfer.couriers import TRIAL_BYTES, Keeper, Told
+from quiesce.transfer.incoming import incoming
 from quiesce.transfer.interface import Arena, FenceProof, PeerLost
 from quiesce.transfer.watch import Watch, has_exited
 from quiesce.transfer.window import Window
@@ -111,14 +112,7 @@ class AgentLender:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        for _ in range(MAX_HALF_OPEN):
-            try:
-                sock, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                log.warning("cannot accept a peer: %s", error)
-                return
+        for sock, _ in incoming(self._listener, MAX_HALF_OPEN, log, "a peer"):
             line = wire.Line(sock)
             pid, uid = line.credentials()
             if len(self._half_open) >= MAX_HALF_OPEN or uid not in (-1, os.getuid()):

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from quiesce.transfer.agent import Direction, Limits, MissingEngine
+from quiesce.transfer.agent import Direction, Limits, MissingEngine, claims
 from quiesce.transfer.agents import AgentTransport
 from quiesce.transfer.arena import shared_arena
 from quiesce.transfer.interface import Arena, Capabilities
@@ -42,20 +42,11 @@ _FORBIDDEN = ("MC_TCP_PROTO", "MC_FORCE_TCP", "MC_USE_TENT", "MC_SLICE_TIMEOUT")
 def capabilities(lane: Lane, trusted: bool) -> Capabilities:
     """`trusted`: this lane was measured by the conformance suite, on Mooncake 0.3.13.post1. Else nothing that proves
     is claimed."""
-    return Capabilities(
-        name="mooncake",
-        lane=lane,
-        push=True,
-        pull=True,
-        gather=True,
-        notify=False,
-        failure_is_terminal=False,
-        cancels_queued=True,
-        blocking_post=False,
+    return claims(
+        "mooncake",
+        lane,
         drain="per_post" if trusted else "none",
         fence="peer" if trusted else "none",
-        fence_cost="disrupts_peer" if trusted else "none",
-        placed_means="visible",
         measured=trusted,
     )
 

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from quiesce.transfer.agent import Direction, Limits, MissingEngine
+from quiesce.transfer.agent import Direction, Limits, MissingEngine, claims
 from quiesce.transfer.interface import Capabilities
 from quiesce.transfer.window import Window
 
@@ -27,23 +27,7 @@ ROCM = Path("/dev/kfd")  # exists where the kernel drives an AMD GPU
 VERBS = Path("/sys/class/infiniband")
 CPU_DEVICE = -1
 
-CAPABILITIES = Capabilities(
-    name="mori",
-    lane="rdma",
-    push=True,
-    pull=True,
-    gather=True,
-    notify=False,
-    failure_is_terminal=False,
-    cancels_queued=True,
-    blocking_post=False,
-    drain="none",
-    fence="none",
-    fence_cost="none",
-    placed_means="accepted",
-    fences_readers=False,
-    measured=False,
-)
+CAPABILITIES = claims("mori", "rdma", placed_means="accepted", fences_readers=False, measured=False)
 
 
 class _Agent(msgspec.Struct, frozen=True):

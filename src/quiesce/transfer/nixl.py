@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from quiesce.transfer.agent import Direction, Limits, MissingEngine
+from quiesce.transfer.agent import Direction, Limits, MissingEngine, claims
 from quiesce.transfer.agents import AgentTransport
 from quiesce.transfer.arena import shared_arena
 from quiesce.transfer.interface import Arena, Capabilities
@@ -35,20 +35,11 @@ def capabilities(lane: Lane, trusted: bool) -> Capabilities:
     """`trusted`: this lane was measured by the conformance suite, on NIXL 1.5.1. Else nothing that proves is
     claimed."""
     fence = trusted and lane != "cma"  # the writer's kernel copies by itself: no agent's end stops it
-    return Capabilities(
-        name="nixl",
-        lane=lane,
-        push=True,
-        pull=True,
-        gather=True,
-        notify=False,
-        failure_is_terminal=False,
-        cancels_queued=True,
-        blocking_post=False,
+    return claims(
+        "nixl",
+        lane,
         drain="flush" if trusted else "none",
         fence="peer" if fence else "none",
-        fence_cost="disrupts_peer" if fence else "none",
-        placed_means="visible",
         fences_readers=False,
         measured=trusted,
     )

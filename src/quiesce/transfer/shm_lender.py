@@ -17,6 +17,7 @@ from typing import Literal
 import msgspec
 
 from quiesce.transfer import mover_wire as wire
+from quiesce.transfer.incoming import incoming
 from quiesce.transfer.interface import Arena, FenceProof, PeerLost
 from quiesce.transfer.watch import Watch, has_exited
 
@@ -118,14 +119,7 @@ class Lender:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        for _ in range(MAX_HALF_OPEN):
-            try:
-                sock, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                log.warning("cannot accept a mover: %s", error)
-                return
+        for sock, _ in incoming(self._listener, MAX_HALF_OPEN, log, "a mover"):
             self._welcome(sock)
 
     def _welcome(self, sock: socket.socket) -> None:

@@ -22,6 +22,7 @@ from functools import partial
 
 from quiesce.transfer import tcp_wire as wire
 from quiesce.transfer.inbox import Inbox
+from quiesce.transfer.incoming import incoming
 from quiesce.transfer.interface import Access, Arena, PeerLost
 from quiesce.transfer.tcp_permits import Permits
 from quiesce.transfer.tcp_stream import Gate, Stream, page_views, shut
@@ -124,14 +125,7 @@ class TcpLender:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        for _ in range(MAX_HALF_OPEN):
-            try:
-                sock, address = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                log.warning("cannot accept a connection: %s", error)
-                return
+        for sock, address in incoming(self._listener, MAX_HALF_OPEN, log, "a connection"):
             with self._lock:
                 if len(self._half_open) >= MAX_HALF_OPEN:
                     oldest = next(iter(self._half_open))  # who stops half way makes room for who does not
