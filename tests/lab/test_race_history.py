@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from quiesce.lab.race.history import Stretch, history
-from quiesce.lab.race.journal import Note, read
+from quiesce.lab.race.journal import Note, Reader
 from quiesce.lab.race.picture import svg
 from quiesce.lab.race.stage import Run, parting
 
@@ -63,7 +63,7 @@ def test_the_picture_is_well_formed_and_marks_the_late_landing_alone() -> None:
 def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     path.write_text('{"at": 1, "event": "owned", "tid": "a", "pages": [1]}\n{"at": 2, "eve')
-    assert [note.event for note in read(path, tmp_path / "absent")] == ["owned"]
+    assert [note.event for note in Reader(path, tmp_path / "absent").since(0.0)] == ["owned"]
 
 
 def test_answers_part_at_the_first_other_token_or_where_one_ends() -> None:

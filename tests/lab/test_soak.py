@@ -7,7 +7,7 @@ import random
 import httpx2
 import pytest
 
-from quiesce.lab.soak.clients import Heard, Manner, tenants
+from quiesce.lab.soak.clients import Heard, tenants
 from quiesce.lab.soak.rounds import Soak
 from quiesce.lab.soak.run import Asked, soak
 from quiesce.lab.soak.target import Target
@@ -17,7 +17,7 @@ def judged(heard: Heard, *, excused: bool = False) -> Soak:
     people = tenants(3, random.Random(1))
     told = Soak(Target("http://nowhere"), httpx2.AsyncClient(), "m", people, random.Random(1))
     told.expected = {(0, 0): "1, 2, 3, 4"}
-    told._judge(people[0], 0, Manner(), heard, excused)
+    told._judge(people[0], 0, heard, excused)
     return told
 
 

@@ -9,13 +9,11 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 DEFAULT_MODEL = "smollm2"
-Race = Literal["one-pair", "two-donors", "refused", "tainted", "reuse", "late-read"]
+Race = Literal["one-pair", "two-donors", "refused", "restart", "tainted", "reuse", "late-read"]
 
 
 def race(
-    scene: Annotated[
-        Literal["one-pair", "two-donors", "refused", "tainted", "reuse", "late-read"], Parameter(help="Which race.")
-    ],
+    scene: Annotated[Race, Parameter(help="Which race.")],
     model: Annotated[str, Parameter(help="A model that `quiesce serve` takes.")] = DEFAULT_MODEL,
     /,
     *,
@@ -57,10 +55,12 @@ def soak(
     concurrency: Annotated[int, Parameter(help="Requests at a time.")] = 16,
     tenants: Annotated[int, Parameter(help="Tenants, each with a secret of its own.")] = 6,
     seed: Annotated[int | None, Parameter(help="Of everything that is drawn; by default a fresh one.")] = None,
+    storm: Annotated[float, Parameter(help="The share of clients that leave early, 0 to 1.")] = 0.6,
     faults: Annotated[bool, Parameter(help="Break processes and messages too (own cluster only).")] = True,
     oracle: Annotated[
         bool, Parameter(help="Answers must equal those given alone; not for engines that vary.")
     ] = True,
+    out: Annotated[Path | None, Parameter(help="Write the report so far to this file after each round.")] = None,
     json: Annotated[bool, Parameter(negative="", help="The report as JSON on standard output.")] = False,
 ) -> int:
     """Look for one tenant's text in another's answer, for as long as it is given.
@@ -69,6 +69,7 @@ def soak(
     are killed and stopped, and messages are lost, repeated and delayed. Every answer that comes whole must equal the
     one given alone, no answer may hold another tenant's marker, and between rounds every page must be back. With a
     URL it tries any OpenAI-compatible server; pages are counted where it is one of ours. Exit code 1 on any finding.
+    SIGTERM or Ctrl-C ends it after the round that is under way, with a report.
 
     Examples
     --------
@@ -81,6 +82,5 @@ def soak(
 
     drawn = secrets.randbits(32) if seed is None else seed
     breaks = faults and url is None
-    return run(
-        Asked(url, model, option, key, minutes, aborts, requests, concurrency, tenants, drawn, breaks, oracle, json)
-    )
+    asked = (url, model, option, key, minutes, aborts, requests, concurrency, tenants, drawn, breaks, oracle, json)
+    return run(Asked(*asked, storm=storm, out=out))

@@ -7,7 +7,10 @@ that shows none proves nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import json
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,6 +28,11 @@ from quiesce.roles.prefill import PrefillWorker
 from quiesce.roles.pull_lending import PullPrefillWorker
 from quiesce.roles.pull_reading import PullDecodeWorker
 from quiesce.roles.worker import Worker
+from quiesce.transfer.choice import Choice
+from quiesce.transfer.interface import Transport
+from quiesce.transfer.tcp import TcpTransport
+from quiesce.transfer.tcp_lender import MAX_HALF_OPEN, TcpLender
+from quiesce.transfer.tcp_stream import Gate
 
 
 def free_at_once(ledger: Ledger, asked: Callable[[], bool] = lambda: True) -> None:
@@ -141,3 +149,60 @@ def leases_by_the_clock(worker: PullPrefillWorker) -> None:
             fire(payload)
 
     worker.fire = ending  # type: ignore[method-assign]
+
+
+# ------------------------------------------------------------ on tcp
+
+
+def place_anything(transport: Transport) -> None:
+    """Whatever comes for a page is placed, and whatever is asked for is sent, whether or not it is lent: what an
+    engine without a check at placement does. Engines that have none stay as they are."""
+    for engine in _tcp(transport):
+
+        def gate(*about: Any) -> Gate:
+            return Gate(frozenset(about[-1]))
+
+        engine._lender._gate = gate  # type: ignore[method-assign,assignment]
+
+
+def live_at(transport: Transport, place: Path) -> None:
+    """The address and the secret of whoever was here before are taken over (against guard A14). `place`: a file."""
+    for engine in _tcp(transport):
+        _take_over(engine._lender, place)
+
+
+def _take_over(lender: TcpLender, place: Path) -> None:
+    before: dict[str, Any] = json.loads(place.read_text() if place.exists() else "null") or {
+        "port": 0,
+        "secret": lender._master.hex(),
+    }
+    lender._master = bytes.fromhex(before["secret"])
+
+    def listen() -> None:
+        listener = socket.create_server((lender._host, before["port"]), backlog=MAX_HALF_OPEN)
+        listener.setblocking(False)
+        lender._listener = listener
+        lender._watch.add(listener.fileno(), lender._accept)
+        place.write_text(json.dumps({**before, "port": listener.getsockname()[1]}))
+
+    lender._listen = listen  # type: ignore[method-assign]
+
+
+def keep_addresses(transport: Transport, inner: Transport) -> None:
+    """Writes that are queued for an address wait until somebody listens there again (against guard A14).
+    `transport`: what the worker posts through, around `inner`."""
+    for engine in _tcp(inner):
+        over = engine._poster.lane_over
+
+        def never_final(lane: Any, reason: str, final: bool, over: Callable[..., None] = over) -> None:
+            over(lane, reason, False)
+
+        engine._poster.lane_over = never_final  # type: ignore[method-assign]
+    transport.disconnect = lambda peer: None  # type: ignore[method-assign]
+
+
+def _tcp(transport: Transport) -> Iterator[TcpTransport]:
+    engines = transport._engines.values() if isinstance(transport, Choice) else [transport]
+    for engine in engines:
+        if isinstance(engine, TcpTransport):
+            yield engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +18,11 @@ from quiesce.lab.unsafe import (
     commit_unchecked,
     errors_count_as_drained,
     free_at_once,
+    keep_addresses,
     leases_by_the_clock,
+    live_at,
     no_limit_but_the_context,
+    place_anything,
     stub_what_does_not_fit,
 )
 from quiesce.ops.logs import configure_logging
@@ -30,6 +34,8 @@ from quiesce.roles.pull_lending import PullPrefillWorker
 from quiesce.roles.pull_reading import PullDecodeWorker
 from quiesce.roles.settings import WorkerSettings
 from quiesce.transfer.interface import Transport
+
+PAUSE_POLL = 0.002  # seconds
 
 Twin = Literal["", "errors drain", "acks by room", "no limit", "stub", "unchecked reads", "by clock"]
 
@@ -53,6 +59,10 @@ class Faults(msgspec.Struct, frozen=True):
     journal: str = ""  # a file that tells what happened to each page
     twin: Twin = ""  # the guard that is taken out, see lab/unsafe.py
     first_token: int = 0  # of an answer to a prompt that nobody computed
+    pause: str = ""  # while this file exists no step begins
+    unchecked: bool = False  # on tcp whatever comes is placed, lent or not
+    place: str = ""  # a file: on tcp the address of whoever wrote it is taken over
+    keeps_addresses: bool = False  # on tcp what is queued for an address waits for whoever listens there next
 
 
 class Spec(msgspec.Struct, frozen=True):
@@ -68,6 +78,10 @@ def settings_from(plain: dict[str, Any]) -> WorkerSettings:
 
 def transport_for(settings: WorkerSettings, faults: Faults) -> Transport:
     transport = assembly.make_transport(settings)
+    if faults.unchecked:
+        place_anything(transport)
+    if faults.place:
+        live_at(transport, Path(faults.place))
     posts = settings.role == ("prefill" if settings.direction == "push" else "decode")
     if not posts and faults.proves:
         return transport
@@ -83,7 +97,10 @@ def transport_for(settings: WorkerSettings, faults: Faults) -> Transport:
     if faults.gate or faults.journal:
         journal = Journal(Path(faults.journal)) if faults.journal else None
         gate = Path(faults.gate) if faults.gate else None
-        return GatedTransport(transport, decide, gate, journal, proves=faults.proves)
+        gated = GatedTransport(transport, decide, gate, journal, proves=faults.proves)
+        if faults.keeps_addresses:
+            keep_addresses(gated, transport)
+        return gated
     return FaultyTransport(transport, decide, proves=faults.proves)
 
 
@@ -118,7 +135,22 @@ def main(path: str) -> int:
         asked = Path(spec.faults.release_while)
         free_at_once(worker.ledger, asked.exists if spec.faults.release_while else lambda: True)
     retract_every(worker, spec.faults.retract_every)
+    if spec.faults.pause:
+        pause_while(worker, Path(spec.faults.pause).exists)
     return worker.run()
+
+
+def pause_while(worker: DecodeWorker, asked: Callable[[], bool]) -> None:
+    """No step begins while it is asked for; one that is under way ends, and everything else goes on."""
+    launch = worker.steps.launch
+
+    def launch_or_wait() -> bool:
+        if asked():
+            worker.timers.after(PAUSE_POLL, "pause", lambda: None)
+            return False
+        return launch()
+
+    worker.steps.launch = launch_or_wait  # type: ignore[method-assign]
 
 
 def without_guard(worker: PrefillWorker | DecodeWorker, faults: Faults) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="ascii", buffering=1)
 
-    def note(self, event: str, tid: TransferId | None, pages: Iterable[int], **more: Any) -> None:
+    def note(self, event: str, tid: TransferId | str | None, pages: Iterable[int], **more: Any) -> None:
         line = {"at": time.monotonic(), "event": event, "tid": str(tid or ""), "pages": list(pages), **more}
         self._file.write(json.dumps(line) + "\n")
 
@@ -46,22 +47,39 @@ class Note:
     detail: str = ""
 
 
-def read(*paths: Path, since: float = 0.0) -> list[Note]:
-    """All notes in order of time; a line that was cut short by a kill is left out."""
-    notes = []
-    for path in paths:
+class Reader:
+    """All notes of some files, in order of time. Each line is read once, however often it is asked; one that is not
+    whole yet is left for the next time."""
+
+    def __init__(self, *paths: Path) -> None:
+        self._at = dict.fromkeys(paths, 0)
+        self._notes: list[Note] = []
+
+    def since(self, began: float) -> list[Note]:
+        """From that moment on, in seconds of the monotonic clock."""
+        fresh = [note for path in self._at for note in self._more(path)]
+        if fresh:
+            self._notes = sorted(self._notes + fresh, key=lambda note: note.at)
+        return self._notes[bisect_left(self._notes, began, key=lambda note: note.at) :]
+
+    def _more(self, path: Path) -> list[Note]:
         if not path.exists():
-            continue
-        for line in path.read_text("ascii").splitlines():
-            try:
-                plain = json.loads(line)
-            except ValueError:
-                continue
-            if plain["at"] >= since:
-                notes.append(
-                    Note(plain["at"], plain["event"], plain["tid"], tuple(plain["pages"]), plain.get("detail", ""))
-                )
-    return sorted(notes, key=lambda note: note.at)
+            return []
+        with path.open("rb") as file:
+            file.seek(self._at[path])
+            data = file.read()
+        whole, _, _ = data.rpartition(b"\n")
+        self._at[path] += len(whole) + bool(whole)
+        return [note for line in whole.splitlines() if (note := _note(line)) is not None]
+
+
+def _note(line: bytes) -> Note | None:
+    """None: cut short by a kill."""
+    try:
+        plain = json.loads(line)
+    except ValueError:
+        return None
+    return Note(plain["at"], plain["event"], plain["tid"], tuple(plain["pages"]), plain.get("detail", ""))
 
 
 def follow(ledger: Ledger, journal: Journal) -> None:

@@ -17,11 +17,12 @@ from rich.markup import escape
 from quiesce.lab.race.late_read import LateRead
 from quiesce.lab.race.picture import write_picture
 from quiesce.lab.race.refused import Refused
+from quiesce.lab.race.restart import Restart
 from quiesce.lab.race.scenes import OnePair, Reuse, Tainted, TwoDonors
 from quiesce.lab.race.stage import Run, Scene, Stage
 
 SCENES: dict[str, Scene] = {
-    scene.name: scene for scene in (OnePair(), TwoDonors(), Refused(), Tainted(), Reuse(), LateRead())
+    scene.name: scene for scene in (OnePair(), TwoDonors(), Refused(), Restart(), Tainted(), Reuse(), LateRead())
 }  # fmt: skip
 console = Console(highlight=False)
 
@@ -35,6 +36,8 @@ class Play:
     unsafe: list[Run] = field(default_factory=list)
     safe: list[Run] = field(default_factory=list)
     seconds: float = 0.0
+    start_seconds: list[float] = field(default_factory=list)  # until each of the two clusters was warm
+    cannot: str = ""  # why the unsafe twin has not been run
 
     @property
     def as_it_should(self) -> bool:
@@ -44,22 +47,25 @@ class Play:
 
 def play(model: Path, scene: Scene, transfer: str, unsafe: int, safe: int, told: Callable[[Run], None]) -> Play:
     began = time.monotonic()
-    done = Play(scene.name, transfer)
-    for is_safe, count, runs in ((False, unsafe, done.unsafe), (True, safe, done.safe)):
-        for run in _runs(model, scene, transfer, is_safe, count):
+    done = Play(scene.name, transfer, cannot=scene.cannot.get(transfer.partition("/")[0], ""))
+    for is_safe, count, runs in ((False, 0 if done.cannot else unsafe, done.unsafe), (True, safe, done.safe)):
+        for run in _runs(model, scene, transfer, is_safe, count, done.start_seconds):
             runs.append(run)
             told(run)
     done.seconds = time.monotonic() - began
     return done
 
 
-def _runs(model: Path, scene: Scene, transfer: str, safe: bool, count: int) -> Iterator[Run]:
+def _runs(model: Path, scene: Scene, transfer: str, safe: bool, count: int, started: list[float]) -> Iterator[Run]:
+    """`started` is told how long it took until the cluster was warm."""
     if not count:
         return
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="qs-") as folder:
         log = Path(tempfile.gettempdir()) / f"{Path(folder).name}.log"
         with Stage(model, Path(folder), scene, safe, transfer=transfer, log=log) as stage:
             baseline = stage.baseline(stage.chat(scene.victim), scene.tokens)
+            started.append(time.monotonic() - began)
             for _ in range(count):
                 yield scene.run(stage, baseline, safe)
         log.unlink(missing_ok=True)
@@ -90,6 +96,8 @@ def race(
 
 
 def _verdict(done: Play, picture: Path) -> None:
+    if done.cannot:
+        console.print(f"{done.scene} cannot go wrong on {done.transfer}: {done.cannot}", soft_wrap=True)
     shown, clean = sum(run.shown for run in done.unsafe), sum(run.clean for run in done.safe)
     colour = "green" if done.as_it_should else "red"
     console.print(
@@ -107,6 +115,8 @@ def summary(done: Play) -> dict[str, Any]:
         "scene": done.scene,
         "transfer": done.transfer,
         "seconds": done.seconds,
+        "start_seconds": done.start_seconds,
+        "cannot": done.cannot,
         "as_it_should": done.as_it_should,
         "unsafe": [plain(run) for run in done.unsafe],
         "safe": [plain(run) for run in done.safe],

@@ -25,7 +25,7 @@ class Refused(Scene):
     layout = Layout(prefills=1, pool=1024, context=1024, prefill_pool=256)
     tokens = 40
 
-    def sizes(self, safe: bool) -> Layout:
+    def sizes(self, safe: bool, transfer: str) -> Layout:
         return Layout(prefills=1, pool=1024, context=LOWERED, prefill_pool=256) if safe else self.layout
 
     def faults(self, folder: Path, safe: bool) -> tuple[Faults, Faults]:

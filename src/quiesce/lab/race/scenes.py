@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from quiesce.lab.cluster import LabRequest
@@ -19,11 +20,13 @@ from quiesce.roles.ownership import runs_of, shown
 
 COUNTED = 40  # tokens of the victim before the donor's write is let go: `1, 2, 3, ... 12, 1`
 ANSWER = 80  # tokens of the victim's answer
-HELD = 0.3  # seconds for which safe mode keeps the write back once the victim waits, so that the picture shows it
+HELD = 0.2  # seconds for which safe mode keeps the write back once the victim waits, so that the picture shows it
 DONOR_LINES = 40  # repeats of the secret: about 430 slots
+SOON = 2.0  # seconds of a hold timeout that is to run out
 
-ONE_PAIR = Layout(prefills=1, pool=96, context=96, page_size=1)
-TWO_DONORS = Layout(prefills=2, pool=512, context=512)
+LONGEST = 120.0  # seconds of a hold timeout that is not: a fence would end what the scene is about
+ONE_PAIR = Layout(prefills=1, pool=96, context=96, page_size=1, hold_timeout=LONGEST)
+TWO_DONORS = Layout(prefills=2, pool=512, context=512, hold_timeout=LONGEST)
 
 
 FREE_AT_ONCE = Faults(release="at once")
@@ -44,7 +47,7 @@ class OnePair(Scene):
 
     def run(self, stage: Stage, baseline: Sequence[int], safe: bool) -> Run:
         began = time.monotonic()
-        cut = _donor_cut(stage, stage.chat(self.donor), 8, began)
+        cut = donor_cut(stage, stage.chat(self.donor), 8, began)
         lent = stage.pages_of("lent", began)
         victim = stage.ask(stage.chat(self.victim), stage.prefills[-1], self.tokens)
         stage.until(lambda: _owned(stage, began, 2) or (safe and stage.waiting()), "B to have pages or wait")
@@ -55,25 +58,32 @@ class OnePair(Scene):
         run.shown = bool(overlap)
         run.said = (
             f"A had pages {shown(runs_of(lent))}, B got {shown(runs_of(taken)) or 'none yet'} while A's write was "
-            f"posted; in common: {shown(runs_of(overlap)) or 'none'}"
+            f"posted; in common: {shown(runs_of(overlap)) or 'none'}{_proof(run)}"
         )
         return run
 
 
 class TwoDonors(Scene):
-    """Two prefills, one decode: nothing puts A's write and B's in order, so A's lands in the middle of B's answer."""
+    """Two prefills, one decode: nothing puts A's write and B's in order, so A's lands in the middle of B's answer.
+
+    On tcp every other safe run keeps the write back until the hold timeout: decode fences A's pages, B gets them, and
+    the write comes in the middle of B's answer all the same, to be refused."""
 
     name = "two-donors"
     layout = TWO_DONORS
     tokens = ANSWER
+
+    def sizes(self, safe: bool, transfer: str) -> Layout:
+        return replace(self.layout, hold_timeout=SOON) if safe and transfer == "tcp" else self.layout
 
     def faults(self, folder: Path, safe: bool) -> tuple[Faults, Faults]:
         return Faults(), Faults() if safe else FREE_AT_ONCE
 
     def run(self, stage: Stage, baseline: Sequence[int], safe: bool) -> Run:
         began = time.monotonic()
-        cut = _donor_cut(stage, stage.chat(LONG), 16, began)
-        return _counting_victim(self, stage, baseline, safe, began, cut)
+        cut = donor_cut(stage, stage.chat(LONG), 16, began)
+        fenced = safe and stage.transfer == "tcp" and stage.runs % 2 == 0
+        return counting_victim(self, stage, baseline, safe, began, cut, patient=fenced)
 
 
 class Tainted(Scene):
@@ -91,7 +101,7 @@ class Tainted(Scene):
         stage.gate.touch()
         failed = stage.ask(stage.chat(LONG), stage.prefills[0], 16)
         stage.until(lambda: stage.pages_of("returned", began), "the failed request's pages to be back")
-        return _counting_victim(self, stage, baseline, safe, began, failed)
+        return counting_victim(self, stage, baseline, safe, began, failed)
 
 
 class Reuse(Scene):
@@ -110,34 +120,57 @@ class Reuse(Scene):
         began = time.monotonic()
         ack, room = stage.folder / "late-ack", secrets.randbits(63)
         ack.touch()
-        _donor_cut(stage, stage.chat(f"{SECRET} Say it."), 8, began, room)
+        donor_cut(stage, stage.chat(f"{SECRET} Say it."), 8, began, room)
         stage.gate.unlink()
         stage.until(lambda: stage.pages_of("landed", began), "the first write to land; its ack is under way")
         then = time.monotonic()
-        cut = _donor_cut(stage, stage.chat(LONG), 16, then, room)
+        cut = donor_cut(stage, stage.chat(LONG), 16, then, room)
         ack.unlink()
         stage.until(lambda: stage.pages_of("returned", then), "the late ack to arrive")
-        return _counting_victim(self, stage, baseline, safe, then, cut)
+        return counting_victim(self, stage, baseline, safe, then, cut)
 
 
-def _counting_victim(
+def counting_victim(
     scene: Scene,
     stage: Stage,
     baseline: Sequence[int],
     safe: bool,
     began: float,
     donor: LabRequest,
+    *,
+    patient: bool = False,
 ) -> Run:
-    """The victim counts, or waits; the donor's write is let go in the middle of it."""
+    """The victim counts, or waits (`patient`: it counts, however long it has to wait before); the donor's write is
+    let go in the middle of it, and the victim goes on when that is over."""
     victim = stage.ask(stage.chat(scene.victim), stage.prefills[-1], scene.tokens)
-    stage.until(lambda: len(victim.tokens) >= COUNTED or (safe and stage.waiting()), "B to count, or to wait")
-    _let_go(stage, safe)
+
+    def stuck() -> bool:
+        return safe and not patient and stage.waiting()
+
+    stage.until(lambda: len(victim.tokens) >= COUNTED or stuck(), "B to count, or to wait")
+    late_before, then = stage.late_bytes(), time.monotonic()
+    if victim.tokens:
+        stage.pause.touch()
+        stage.gate.unlink()
+        stage.until(lambda: stage.landed(then), "the donor's write to be over")
+        stage.pause.unlink()
+    else:
+        _let_go(stage, safe)
     run = ended(scene.name, stage, safe, began, baseline, (donor, victim))
-    run.shown = not run.right
+    run.shown, run.late_bytes = not run.right, stage.late_bytes() - late_before
+    run.said += _proof(run)
     return run
 
 
-def _donor_cut(stage: Stage, prompt: Sequence[int], tokens: int, began: float, room: int | None = None) -> LabRequest:
+def _proof(run: Run) -> str:
+    """For the report."""
+    if not run.safe:
+        return ""
+    late = f"; {run.late_bytes} late bytes were refused" if run.late_bytes else ""
+    return (f"; A's pages came back by `{run.closed_by}`" if run.closed_by else "") + late
+
+
+def donor_cut(stage: Stage, prompt: Sequence[int], tokens: int, began: float, room: int | None = None) -> LabRequest:
     """A request whose prompt has been computed and whose write is posted and held; then its decode leg is cut."""
     stage.gate.touch()
     donor = stage.ask(prompt, stage.prefills[0], tokens, room)
@@ -172,12 +205,15 @@ def ended(
     at = parting(baseline, victim.tokens)
     run = Run(scene, safe, False, at is None, _parted(stage, baseline, victim.tokens, at), notes, began)
     run.ended = time.monotonic()
-    run.labels = _labels(notes)
+    run.labels = labels_of(notes)
+    mine = [note.detail for note in notes if note.event == "closed" and run.labels.get(note.tid) == "A"]
+    run.closed_by = mine[-1] if mine else ""
+    stage.runs += 1
     run.baseline, run.answer, run.parts_at = stage.words(baseline), stage.words(victim.tokens), at
     return run
 
 
-def _labels(notes: Sequence[Note]) -> dict[str, str]:
+def labels_of(notes: Sequence[Note]) -> dict[str, str]:
     """The transfers in the order in which they got pages: A, B, C."""
     order = list(dict.fromkeys(note.tid for note in notes if note.event == "owned"))
     return {tid: "ABCDEFGH"[number] for number, tid in enumerate(order[:8])}

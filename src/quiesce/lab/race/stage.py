@@ -5,6 +5,7 @@ Donor: the request that is cut while its write is posted. Victim: the request th
 
 from __future__ import annotations
 
+import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from quiesce.core.messages import Cancel, Sampling
 from quiesce.lab.cluster import Cluster, LabRequest
-from quiesce.lab.race.journal import Note, read
+from quiesce.lab.race.journal import Journal, Note, Reader
 from quiesce.lab.worker import Faults
 
 DECODE = "decode-0"
@@ -42,7 +43,8 @@ class Run:
     answer: str = ""
     parts_at: int | None = None  # the first token at which the answer is another
     headline: str = ""  # of the picture, where the late landing is not the point
-    counted: dict[str, int] = field(default_factory=dict)  # refused late bytes and the like
+    closed_by: str = ""  # what ended the lease of the donor's pages
+    late_bytes: int = 0  # that came for pages which were not their sender's any more, and went nowhere
 
     @property
     def clean(self) -> bool:
@@ -69,8 +71,9 @@ class Scene(ABC):
     layout: Layout
     victim = VICTIM
     tokens: int
+    cannot: dict[str, str] = {}  # noqa: RUF012  engine -> why its unsafe twin cannot show this fault
 
-    def sizes(self, safe: bool) -> Layout:
+    def sizes(self, safe: bool, transfer: str) -> Layout:
         return self.layout
 
     def settings(self, safe: bool) -> dict[str, Any]:
@@ -97,11 +100,14 @@ class Stage:
         transfer: str = "shm",
         log: Path,
     ) -> None:
-        layout = self.layout = scene.sizes(safe)
-        self.folder, self.log = folder, log
+        layout = self.layout = scene.sizes(safe, transfer)
+        self.folder, self.log, self.safe, self.transfer = folder, log, safe, transfer
+        self.runs = 0
         self._tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(model, local_files_only=True)
-        self.gate = folder / "gate"
+        self.gate, self.pause = folder / "gate", folder / "pause"
         self.posts, self.ledger = folder / "posts.jsonl", folder / "ledger.jsonl"
+        self._reader = Reader(self.ledger, self.posts)
+        self._spare: subprocess.Popen[bytes] | None = None
         self.cluster = Cluster(
             model,
             folder,
@@ -126,12 +132,15 @@ class Stage:
         """In push decode's pages are watched and the donor's writes held; in pull prefill's, and decode's reads."""
         gated, watched = {"gate": str(self.gate), "journal": str(self.posts)}, {"journal": str(self.ledger)}
         pull = self.cluster.common.get("direction") == "pull"
-        donor = msgspec.structs.replace(self._donor, **(watched if pull else gated))
-        decode = msgspec.structs.replace(self._decode, **(gated if pull else watched))
+        replace, unchecked = msgspec.structs.replace, not self.safe
+        donor = replace(self._donor, unchecked=unchecked, **(watched if pull else gated))
+        self._decode = replace(
+            self._decode, unchecked=unchecked, pause=str(self.pause), **(gated if pull else watched)
+        )
         for number, name in enumerate(self.prefills):
             faults = donor if number == 0 else Faults()
             self.cluster.spawn("prefill", name, faults, max_total_tokens=self.layout.prefill_pool)
-        self.cluster.spawn("decode", DECODE, decode, max_total_tokens=self.layout.pool)
+        self.cluster.spawn("decode", DECODE, self._decode, max_total_tokens=self.layout.pool)
         self.cluster.wait_for(*self.prefills, DECODE, seconds=PATIENCE)
         return self
 
@@ -166,23 +175,56 @@ class Stage:
         request.cancelled = True
         self.cluster._send(DECODE, Cancel(request.rid, "client gone"))
 
+    # ------------------------------------------------------------ restarting
+
+    def prepare_restart(self) -> None:
+        """Another decode process loads the model meanwhile."""
+        self._spare = self.cluster.launch(
+            "decode", DECODE, self._decode, held=True, max_total_tokens=self.layout.pool
+        )
+
+    def restart_decode(self, donor: LabRequest) -> None:
+        """Decode is killed and its successor serves; the router ends what it was doing, as the product's does."""
+        assert self._spare is not None
+        self.cluster.kill(DECODE)
+        donor.lost[DECODE] = "killed"
+        donor.cancelled = True
+        self.cluster._send(donor.workers[0], Cancel(donor.rid, "decode is gone"))
+        journal = Journal(self.ledger)
+        for note in [note for note in self.notes(0.0) if note.event == "owned"][-1:]:
+            journal.note("returned", note.tid, note.pages, detail="its process is dead")
+        self.cluster.install("decode", DECODE, self._spare)
+        self.cluster.wait_for(DECODE, seconds=PATIENCE)
+
     # ------------------------------------------------------------ watching
 
     def until(self, condition: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
         self.cluster.until(lambda: bool(condition()), seconds, what)
 
     def notes(self, since: float) -> list[Note]:
-        return read(self.ledger, self.posts, since=since)
+        return self._reader.since(since)
 
     def pages_of(self, event: str, since: float) -> tuple[int, ...]:
         """Decode's pages in the latest such note."""
         return next((note.pages for note in reversed(self.notes(since)) if note.event == event), ())
 
+    def landed(self, since: float) -> bool:
+        """A write that was posted or let go since then is over."""
+        return any(note.event in ("landed", "refused") for note in self.notes(since))
+
     def waiting(self) -> bool:
-        return bool(self.cluster.inspect(DECODE)["waiting"])
+        return bool(self._inspect()["waiting"])
 
     def idle(self) -> bool:
-        return not self.cluster.inspect(DECODE)["not_idle"]
+        return not self._inspect()["not_idle"]
+
+    def late_bytes(self) -> int:
+        """That decode's transport has thrown away so far; engines that do not see them count none."""
+        engines = self._inspect()["transport"]["engines"]
+        return sum(engine["counters"].get("late_bytes", 0) for engine in engines)
+
+    def _inspect(self) -> dict[str, Any]:
+        return self.cluster.inspect(DECODE, seconds=PATIENCE)
 
     def settle(self) -> None:
         """Every page back before the next run."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import signal
+import statistics
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -40,6 +44,8 @@ class Asked:
     breaks: bool
     oracle: bool
     as_json: bool
+    storm: float = 0.6  # the share of clients that leave early
+    out: Path | None = None  # the report so far, after each round
 
 
 def soak(asked: Asked) -> int:
@@ -54,9 +60,15 @@ def soak(asked: Asked) -> int:
     seconds = time.monotonic() - began
     _report(done.tally, done.findings, seconds)
     if asked.as_json:
-        told = {"seed": asked.seed, "seconds": seconds, **vars(done.tally), **vars(done.findings)}
-        print(json.dumps(told))
+        print(json.dumps(told(done, asked, seconds)))
     return 1 if done.findings else 0
+
+
+def told(done: Soak, asked: Asked, seconds: float) -> dict[str, Any]:
+    """The report as plain values."""
+    load = [round(value, 2) for value in os.getloadavg()]
+    machine = {"cores": len(os.sched_getaffinity(0)), "load": load}
+    return {"seed": asked.seed, "seconds": seconds, "machine": machine, **vars(done.tally), **vars(done.findings)}
 
 
 def _has_ledger(url: str) -> bool:
@@ -78,27 +90,41 @@ async def _soak(target: Target, asked: Asked) -> Soak:
         console.print(
             f"seed {asked.seed}: {len(soak.expected)} prompts of {asked.tenants} tenants learnt from {target.url}"
         )
-        limit = time.monotonic() + 60 * asked.minutes
-        while time.monotonic() < limit and (not asked.aborts or soak.tally.mid_transfer < asked.aborts):
-            await soak.round(asked.requests)
-            _progress(soak)
+        began, stop = time.monotonic(), asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):  # the round is finished, and the report written
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        limit = began + 60 * asked.minutes
+        while time.monotonic() < limit and not stop.is_set() and _aborts_left(soak, asked):
+            await soak.round(asked.requests, storm=asked.storm)
+            _progress(soak, asked, time.monotonic() - began)
             if len(soak.findings.unrest) > 20 or len(soak.findings.wrong) > 20:
                 console.print("[red]too many findings to go on[/red]")
                 break
     return soak
 
 
+def _aborts_left(soak: Soak, asked: Asked) -> bool:
+    return not asked.aborts or soak.tally.mid_transfer < asked.aborts
+
+
 def _bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def _progress(soak: Soak) -> None:
+def _progress(soak: Soak, asked: Asked, seconds: float) -> None:
     tally, findings = soak.tally, soak.findings
     console.print(
-        f"round {tally.rounds}: {tally.requests} requests, {tally.answered} answered, {tally.cut.total()} cut, "
-        f"{tally.mid_transfer} mid-transfer; wrong {len(findings.wrong)}, foreign {len(findings.foreign)}, "
-        f"unrest {len(findings.unrest)}, failed {len(findings.failed)}"
+        f"{seconds / 60:6.1f} min, round {tally.rounds}: {tally.requests} requests, {tally.answered} answered, "
+        f"{tally.cut.total()} cut, {tally.mid_transfer} mid-transfer; wrong {len(findings.wrong)}, foreign "
+        f"{len(findings.foreign)}, unrest {len(findings.unrest)}, failed {len(findings.failed)}",
+        soft_wrap=True,
     )
+    if asked.out is not None:
+        asked.out.write_text(json.dumps(told(soak, asked, seconds)) + "\n", "utf-8")
+
+
+def _rests(rests: list[float]) -> str:
+    return f"median {statistics.median(rests):.1f}, at most {max(rests):.1f}" if rests else "-"
 
 
 def _report(tally: Tally, findings: Findings, seconds: float) -> None:
@@ -112,7 +138,9 @@ def _report(tally: Tally, findings: Findings, seconds: float) -> None:
         ("leases closed by", ", ".join(f"{name} {count}" for name, count in tally.closed_by.items() if count) or "-"),
         ("unsound", tally.unsound),
         ("faults", ", ".join(f"{name} {count}" for name, count in tally.broken.items() if name != "none") or "none"),
-        ("errors while a process was broken", tally.excused),
+        ("tries that failed meanwhile, or were turned away", tally.excused),
+        ("requests never taken", tally.turned_away),
+        ("seconds until every page was back", _rests(tally.rests)),
         ("wrong answers", len(findings.wrong)),
         ("foreign secrets", len(findings.foreign)),
         ("not idle afterwards", len(findings.unrest)),
@@ -120,7 +148,7 @@ def _report(tally: Tally, findings: Findings, seconds: float) -> None:
     ]
     for name, value in rows:
         table.add_row(name, str(value))
-    console.print(table)
+    console.print(table, soft_wrap=True)
     for kind in (findings.wrong, findings.foreign, findings.unrest, findings.failed):
         for line in kind[:SHOWN]:
             console.print(f"  {line}", style="red", markup=False)
