@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 from core_rig import P1, PAGES, TOKENS, BorrowerRig, LenderRig, P, only, sent
@@ -129,6 +130,22 @@ def test_l6_exactly_one_rank_speaks_for_the_result():
     legs = rig.leg(tid, 0), rig.leg(tid, 1)
     actions = rig.hear(rig.done(legs[1], result=FirstToken(99))) + rig.hear(rig.done(legs[0], result=None))
     assert not only(actions, Committed) and only(actions, Lost)
+
+
+def test_scenario_a67_of_two_writers_of_one_result_the_designated_one_is_heard_in_any_order():
+    """Rank 0 has the token, rank 1 says another one, or none; repeated and in any order, on recycled pages."""
+    rig = LenderRig()
+    draw = random.Random(67)
+    for number in range(10_000):
+        tid = rig.offered({0: P, 1: P1})
+        right, other = rig.leg(tid, 0), rig.leg(tid, 1)
+        said = [rig.done(right, result=FirstToken(number + 1))] * draw.randint(1, 2)
+        said += [rig.done(other, result=draw.choice([None, FirstToken(0)]))] * draw.randint(1, 2)
+        draw.shuffle(said)
+        actions = [action for message in said for action in rig.hear(message)]
+        assert only(actions, Committed) == [Committed(tid, FirstToken(number + 1))]
+        rig.end(tid)
+        assert rig.all_free()
 
 
 def test_l9_the_pairing_digest_tells_tokens_model_adapter_and_tenant_apart():

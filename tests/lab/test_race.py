@@ -34,5 +34,5 @@ def test_unsafe_shows_the_fault_and_safe_does_not(scene: str, transfer: str, tmp
     assert "Page timeline" in write_picture(done.unsafe + done.safe, tmp_path / scene).read_text("utf-8")
     if scene == "two-donors":
         answer, baseline = done.unsafe[0].answer, done.unsafe[0].baseline
-        assert answer.startswith("1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 1") and "swordfish" in answer
+        assert answer.startswith("1, 2, 3, 4, 5, 6, 7, 8, 9, 1") and "swordfish" in answer
         assert "swordfish" not in baseline

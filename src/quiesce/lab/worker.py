@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -61,6 +62,7 @@ class Faults(msgspec.Struct, frozen=True):
     first_token: int = 0  # of an answer to a prompt that nobody computed
     pause: str = ""  # while this file exists no step begins
     unchecked: bool = False  # on tcp whatever comes is placed, lent or not
+    time_ledger: bool = False  # its CPU time, in the worker's tables
     place: str = ""  # a file: on tcp the address of whoever wrote it is taken over
     keeps_addresses: bool = False  # on tcp what is queued for an address waits for whoever listens there next
 
@@ -135,6 +137,8 @@ def main(path: str) -> int:
         asked = Path(spec.faults.release_while)
         free_at_once(worker.ledger, asked.exists if spec.faults.release_while else lambda: True)
     retract_every(worker, spec.faults.retract_every)
+    if spec.faults.time_ledger:
+        time_ledger(worker)
     if spec.faults.pause:
         pause_while(worker, Path(spec.faults.pause).exists)
     return worker.run()
@@ -151,6 +155,28 @@ def pause_while(worker: DecodeWorker, asked: Callable[[], bool]) -> None:
         return launch()
 
     worker.steps.launch = launch_or_wait  # type: ignore[method-assign]
+
+
+def time_ledger(worker: DecodeWorker) -> None:
+    """Adds `ledger_seconds` and `steps` to what the worker tells: the calling thread's CPU time in the ledger and in
+    all that watches it, since the start."""
+    spent = 0.0
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def outer(*arguments: Any) -> Any:
+            nonlocal spent
+            began = time.thread_time()
+            try:
+                return call(*arguments)
+            finally:
+                spent += time.thread_time() - began
+
+        return outer
+
+    for name in ("own", "grow", "lend", "close", "end"):
+        setattr(worker.ledger, name, timed(getattr(worker.ledger, name)))
+    tables = worker.tables
+    worker.tables = lambda: {**tables(), "ledger_seconds": spent, "steps": worker.thread.steps}  # type: ignore[method-assign]
 
 
 def without_guard(worker: PrefillWorker | DecodeWorker, faults: Faults) -> None:

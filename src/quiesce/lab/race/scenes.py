@@ -18,9 +18,9 @@ from quiesce.lab.race.stage import SECRET, Layout, Run, Scene, Stage, parting
 from quiesce.lab.worker import Faults
 from quiesce.roles.ownership import runs_of, shown
 
-COUNTED = 40  # tokens of the victim before the donor's write is let go: `1, 2, 3, ... 12, 1`
-ANSWER = 80  # tokens of the victim's answer
-HELD = 0.2  # seconds for which safe mode keeps the write back once the victim waits, so that the picture shows it
+COUNTED = 30  # tokens of the victim before the donor's write is let go: `1, 2, 3, ... 10`
+ANSWER = 56  # tokens of the victim's answer
+HELD = 0.1  # seconds for which safe mode keeps the write back once the victim waits, so that the picture shows it
 DONOR_LINES = 40  # repeats of the secret: about 430 slots
 SOON = 2.0  # seconds of a hold timeout that is to run out
 

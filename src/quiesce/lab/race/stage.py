@@ -6,6 +6,7 @@ Donor: the request that is cut while its write is posted. Victim: the request th
 from __future__ import annotations
 
 import subprocess
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from quiesce.lab.worker import Faults
 DECODE = "decode-0"
 VICTIM = "Count from 1 to 100, separated by commas."
 SECRET = "The secret word of tenant A is swordfish."
+LOOK = 0.03  # seconds between two questions to decode
 PATIENCE = 90.0  # seconds for one thing to happen, on a machine that does something else too
 
 
@@ -103,6 +105,7 @@ class Stage:
         layout = self.layout = scene.sizes(safe, transfer)
         self.folder, self.log, self.safe, self.transfer = folder, log, safe, transfer
         self.runs = 0
+        self._looked = 0.0
         self._tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(model, local_files_only=True)
         self.gate, self.pause = folder / "gate", folder / "pause"
         self.posts, self.ledger = folder / "posts.jsonl", folder / "ledger.jsonl"
@@ -213,10 +216,14 @@ class Stage:
         return any(note.event in ("landed", "refused") for note in self.notes(since))
 
     def waiting(self) -> bool:
-        return bool(self._inspect()["waiting"])
+        return not self._looked_lately() and bool(self._inspect()["waiting"])
 
     def idle(self) -> bool:
-        return not self._inspect()["not_idle"]
+        return not self._looked_lately() and not self._inspect()["not_idle"]
+
+    def _looked_lately(self) -> bool:
+        """Asking costs decode some milliseconds; it is not asked all the time."""
+        return time.monotonic() - self._looked < LOOK
 
     def late_bytes(self) -> int:
         """That decode's transport has thrown away so far; engines that do not see them count none."""
@@ -224,6 +231,7 @@ class Stage:
         return sum(engine["counters"].get("late_bytes", 0) for engine in engines)
 
     def _inspect(self) -> dict[str, Any]:
+        self._looked = time.monotonic()
         return self.cluster.inspect(DECODE, seconds=PATIENCE)
 
     def settle(self) -> None:
