@@ -36,7 +36,7 @@ help: ## show this
 RUNTIME := $(VENV)/.installed
 TESTING := $(VENV)/.installed-for-tests
 
-NATIVE := setup.py $(wildcard src/quiesce/engine/native/*.cpp src/quiesce/engine/native/*.h)
+NATIVE := setup.py $(wildcard src/quiesce/*/native/*.cpp src/quiesce/*/native/*.h)
 
 $(RUNTIME): pyproject.toml constraints.txt $(NATIVE)
 	@if [ -z '$(PYTHON)' ]; then echo 'Quiesce needs Python 3.11 or newer with venv and ensurepip, and none is on the' \
@@ -121,5 +121,5 @@ lock: $(RUNTIME) ## pin every dependency anew in constraints.txt, from pyproject
 	@git diff --stat -- constraints.txt
 
 clean: ## delete the environment and all caches in this folder (fetched models stay)
-	rm -rf $(VENV) build dist src/*.egg-info src/quiesce/engine/native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist src/*.egg-info src/quiesce/*/native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

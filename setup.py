@@ -1,6 +1,7 @@
-"""Builds the native step: one library for each instruction-set level of this architecture, no Python in it.
+"""Builds the native step, one library for each instruction-set level of this architecture, and the native copy of the
+mover; no Python in either.
 
-Where there is no C++ compiler the installation goes on without it, and engines say that they run the plain step.
+Where there is no C++ compiler the installation goes on without them, and engines say what they run instead.
 """
 
 from __future__ import annotations
@@ -65,6 +66,15 @@ setup(
             optional=True,
         )
         for level, flags in LEVELS.items()
+    ]
+    + [
+        Extension(
+            "quiesce.transfer.native._copy",
+            ["src/quiesce/transfer/native/copy.cpp"],
+            extra_compile_args=FLAGS,
+            language="c++",
+            optional=True,
+        )
     ],
     cmdclass={"build_ext": Build, "bdist_wheel": Wheel},
 )

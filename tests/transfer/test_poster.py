@@ -75,7 +75,7 @@ def test_a_mover_that_has_work_and_does_not_move_is_killed_and_its_posts_end_cle
     assert poster.next_deadline() is None, "a mover without work owes nothing"
     post = poster.write(peer, range(20), range(20), GRANT)
     assert poster.next_deadline() == start + STALL_SECONDS
-    movers[0].says(wire.Placed(movers[0].jobs()[0].id))
+    movers[0].says(wire.Placed([movers[0].jobs()[0].id]))
     poster.tick(at(monkeypatch, start + 20.0))
     poster.tick(at(monkeypatch, start + 49.0))  # it moved 29 s ago
     assert not poster.ended and len(movers) == 1
@@ -113,9 +113,9 @@ def test_a10_a_split_post_ends_when_all_its_siblings_have_ended(movers: list[Scr
     one = post(poster, peer, 30)
     first, second, third = movers[0].jobs()
     movers[0].says(wire.Dropped(second.id, "because"))
-    movers[0].says(wire.Placed(first.id))
+    movers[0].says(wire.Placed([first.id]))
     assert not poster.ended and poster.open_posts(peer) == 1
-    movers[0].says(wire.Placed(third.id))
+    movers[0].says(wire.Placed([third.id]))
     assert poster.ended == [(one, Outcome.FAILED_CLEAN)] and poster.open_posts(peer) == 0
 
 
@@ -129,7 +129,7 @@ def test_l8_the_first_failure_ends_the_loop(movers: list[ScriptedMover]) -> None
         movers[0].says(wire.Dropped(job.id, "because"))
     assert poster.ended == [(one, Outcome.FAILED_CLEAN)]
     (left,) = movers[0].jobs()[JOBS_AT_MOVER:]
-    movers[0].says(wire.Placed(left.id))
+    movers[0].says(wire.Placed([left.id]))
     assert poster.ended[1:] == [(other, Outcome.PLACED)]
 
 
@@ -138,7 +138,7 @@ def test_a11_every_post_is_counted_until_its_own_outcome(movers: list[ScriptedMo
     posts = [post(poster, peer, 10) for _ in range(3)]
     for done, job in enumerate(movers[0].jobs()):
         assert poster.open_posts(peer) == 3 - done
-        movers[0].says(wire.Placed(job.id))
+        movers[0].says(wire.Placed([job.id]))
     assert [each for each, _ in poster.ended] == posts
 
 
@@ -146,7 +146,7 @@ def test_a9_a_dying_mover_leaves_no_doubt(movers: list[ScriptedMover]) -> None:
     """Nothing ends while it may still write, everything once it cannot; what it finished counts."""
     poster, peer = connected(max_transfer_pages=5)
     one, two, three = post(poster, peer, 5), post(poster, peer, 100), post(poster, peer, 5)
-    movers[0].says(wire.Placed(movers[0].jobs()[0].id))
+    movers[0].says(wire.Placed([movers[0].jobs()[0].id]))
     assert poster.ended == [(one, Outcome.PLACED)]
     movers[0].dies()
     assert sorted(poster.ended[1:], key=lambda ended: ended[0].id) == [
@@ -163,8 +163,8 @@ def test_a2_a_cancelled_post_never_started(movers: list[ScriptedMover]) -> None:
     assert not any(poster.try_cancel(each) for each in running)
     assert poster.try_cancel(queued) and not poster.try_cancel(queued)
     for job in movers[0].jobs():
-        movers[0].says(wire.Placed(job.id))
-    movers[0].says(wire.Placed(movers[0].jobs()[-1].id))
+        movers[0].says(wire.Placed([job.id]))
+    movers[0].says(wire.Placed([movers[0].jobs()[-1].id]))
     assert [each for each, _ in poster.ended] == [*running, last], "and it is not told again"
 
 
@@ -196,7 +196,7 @@ def test_a_full_socket_keeps_the_order(movers: list[ScriptedMover]) -> None:
     movers[0].full = False
     poster.tick(0.0)
     for job in movers[0].jobs():
-        movers[0].says(wire.Placed(job.id))
+        movers[0].says(wire.Placed([job.id]))
     assert [each for each, _ in poster.ended] == posts
 
 
@@ -218,7 +218,7 @@ def test_a_crash_loop_backs_off_and_a_working_mover_does_not(movers: list[Script
     assert all(a < b or b > shm_poster.RETRY_MOST - 0.1 for a, b in pairwise(waits))
     assert len(movers) == 9
     post(poster, peer, 1)
-    movers[-1].says(wire.Placed(movers[-1].jobs()[0].id))
+    movers[-1].says(wire.Placed([movers[-1].jobs()[0].id]))
     assert crash() < 0.01
 
 

@@ -22,9 +22,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from quiesce.transfer import copying
 from quiesce.transfer import mover_wire as wire
 
-SLICE_BYTES = 6 << 20  # copied for one lender before the next one's turn
+SLICE_BYTES = 6 << 20  # copied before sockets are looked at again, and for one lender before the next one's turn
 PREFAULT_BYTES = 8 << 20
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; map pages without changing their contents
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -33,10 +34,14 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 @dataclass
 class Copy:
     id: int
-    src: list[int]
-    dst: list[int]
+    src: bytes  # native int32 [n], checked
+    dst: bytes
     read: bool
-    done: int = 0
+    done: int = 0  # pages
+
+    @property
+    def pages(self) -> int:
+        return len(self.src) // 4
 
 
 @dataclass
@@ -49,7 +54,7 @@ class Attachment:
     greeted: bool = False
     generation: int | None = None  # set once the pool is mapped
     memory: mmap.mmap | None = None
-    pages: np.ndarray | None = None  # uint8 [pages, page_bytes]
+    pool: copying.Pool | None = None
     prefaulted: int = 0
     jobs: deque[Copy] = field(default_factory=deque)
 
@@ -57,8 +62,10 @@ class Attachment:
 class Mover:
     def __init__(self, control: socket.socket, own: np.ndarray, engine: int) -> None:
         self._control = control
+        self._hearing = wire.Hearing(control, wire.MoverDecoder)
+        self._copy, *_ = copying.choose()
         self._engine = engine  # pidfd, shown to lenders: they hear of its death, not only of ours
-        self._own = own  # the engine's pool: uint8 [pages, page_bytes]
+        self._own = copying.Pool(own)  # the engine's: uint8 [pages, page_bytes]
         self._slice = max(1, SLICE_BYTES // own.shape[1])
         self._attached: dict[int, Attachment] = {}
         self._busy: deque[Attachment] = deque()
@@ -77,7 +84,7 @@ class Mover:
             self._flush()
             self._expire()
             if self._busy:
-                self._copy_slice()
+                self._copy_some()
             else:
                 self._prefault()
 
@@ -95,10 +102,9 @@ class Mover:
 
     def _on_control(self) -> None:
         for _ in range(64):
-            got = wire.receive(self._control, wire.MoverDecoder)
-            if got is None:
-                return
-            match got.packet:
+            match self._hearing.next():
+                case None:
+                    return
                 case wire.Job() as job:
                     self._accept(job)
                 case wire.Attach() as request:
@@ -123,50 +129,56 @@ class Mover:
 
     def _accept(self, job: wire.Job) -> None:
         attachment = self._attached.get(job.peer)
-        src = np.frombuffer(job.src, dtype=np.int32).tolist()
-        dst = np.frombuffer(job.dst, dtype=np.int32).tolist()
-        reason = self._refusal(job, attachment, src, dst)
+        reason = self._refusal(job, attachment)
         if reason is not None or attachment is None:
             self._report(wire.Dropped(job.id, reason or "not attached"))
             return
         if not attachment.jobs:
             self._busy.append(attachment)
-        attachment.jobs.append(Copy(job.id, src, dst, job.read))
+        attachment.jobs.append(Copy(job.id, job.src, job.dst, job.read))
 
-    def _refusal(self, job: wire.Job, attachment: Attachment | None, src: list[int], dst: list[int]) -> str | None:
-        if attachment is None or attachment.generation is None or attachment.pages is None:
+    def _refusal(self, job: wire.Job, attachment: Attachment | None) -> str | None:
+        if attachment is None or attachment.generation is None or attachment.pool is None:
             return "not attached to this lender"
         if job.generation != attachment.generation:
             return f"granted under generation {job.generation}, attached under {attachment.generation}"
         if job.region != attachment.request.lender.region:
             return f"granted in region {job.region}, attached to {attachment.request.lender.region}"
-        if len(src) != len(dst) or not len(src):
-            return f"{len(src)} source pages for {len(dst)} target pages"
-        source, target = (attachment.pages, self._own) if job.read else (self._own, attachment.pages)
-        if not target.flags.writeable:
+        if len(job.src) != len(job.dst) or not job.src or len(job.src) % 4:
+            return f"{len(job.src)} bytes of source pages for {len(job.dst)} of target pages"
+        source, target = self._ends(attachment.pool, job.read)
+        if not target.pages.flags.writeable:
             return "these pages may be read only"
-        if min(src) < 0 or max(src) >= len(source):
-            return f"source page outside 0..{len(source) - 1}"
-        if min(dst) < 0 or max(dst) >= len(target):
-            return f"target page outside 0..{len(target) - 1}"
+        if copying.highest(job.src) >= len(source.pages):
+            return f"source page outside 0..{len(source.pages) - 1}"
+        if copying.highest(job.dst) >= len(target.pages):
+            return f"target page outside 0..{len(target.pages) - 1}"
         return None
 
-    def _copy_slice(self) -> None:
-        attachment = self._busy[0]
-        self._busy.rotate(-1)
-        job = attachment.jobs[0]
-        end = min(job.done + self._slice, len(job.src))
-        theirs = attachment.pages
-        assert theirs is not None
-        source, target = (theirs, self._own) if job.read else (self._own, theirs)
-        for a, b in zip(job.src[job.done : end], job.dst[job.done : end], strict=True):
-            target[b] = source[a]
-        job.done = end
-        if end == len(job.src):
-            attachment.jobs.popleft()
-            if not attachment.jobs:
-                self._busy.remove(attachment)
-            self._report(wire.Placed(job.id))
+    def _ends(self, theirs: copying.Pool, read: bool) -> tuple[copying.Pool, copying.Pool]:
+        return (theirs, self._own) if read else (self._own, theirs)
+
+    def _copy_some(self) -> None:
+        """As many pages as fit in a slice, lender by lender; jobs that end in it are reported in one packet."""
+        left, placed = self._slice, []
+        while self._busy and left:
+            attachment = self._busy[0]
+            self._busy.rotate(-1)
+            job = attachment.jobs[0]
+            assert attachment.pool is not None
+            source, target = self._ends(attachment.pool, job.read)
+            end = min(job.done + left, job.pages)
+            part = slice(4 * job.done, 4 * end)
+            self._copy(target, source, job.dst[part], job.src[part])
+            left -= end - job.done
+            job.done = end
+            if end == job.pages:
+                attachment.jobs.popleft()
+                if not attachment.jobs:
+                    self._busy.remove(attachment)
+                placed.append(job.id)
+        if placed:
+            self._report(wire.Placed(placed))
 
     def _unfaulted(self) -> Attachment | None:
         for attachment in self._attached.values():
@@ -257,7 +269,8 @@ class Mover:
         attachment.memory.madvise(mmap.MADV_DONTFORK)
         wire.close_all(fds)
         fds.clear()
-        attachment.pages = np.frombuffer(attachment.memory, np.uint8).reshape(memory.pages, memory.page_bytes)
+        pages = np.frombuffer(attachment.memory, np.uint8).reshape(memory.pages, memory.page_bytes)
+        attachment.pool = copying.Pool(pages)
         # set before the lender learns of it: its first grant may be on its way at once
         attachment.generation = memory.generation
         attachment.deadline = None
@@ -283,7 +296,7 @@ class Mover:
             self._busy.remove(attachment)
         self._epoll.unregister(attachment.sock.fileno())
         del self._handlers[attachment.sock.fileno()]
-        attachment.pages = attachment.generation = None
+        attachment.pool = attachment.generation = None
         if attachment.memory is not None:
             attachment.memory.close()
         attachment.sock.close()

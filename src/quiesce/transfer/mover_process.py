@@ -50,6 +50,7 @@ class MoverProcess:
         finally:
             theirs.close()
             os.close(own)
+        self._hearing = wire.Hearing(self._sock, wire.EngineDecoder)
         self.pid = self._process.pid
         self._pidfd = os.pidfd_open(self.pid)  # our own unreaped child: the pid cannot have been reused
         watch.add(self._sock.fileno(), self._on_readable)
@@ -69,12 +70,10 @@ class MoverProcess:
     def _on_readable(self) -> None:
         try:
             for _ in range(256):
-                got = wire.receive(self._sock, wire.EngineDecoder)
-                if got is None:
-                    break
-                self._on_packet(got.packet)
-            else:
-                return  # more is waiting: the next turn takes it
+                packet = self._hearing.next()
+                if packet is None:
+                    return
+                self._on_packet(packet)
         except (wire.Closed, wire.Malformed):
             self._watch.remove(self._sock.fileno())
             self.kill()  # its word cannot be had any more; its death can
@@ -93,8 +92,8 @@ class MoverProcess:
     def _drain(self) -> None:
         """What it finished before it died counts as placed."""
         try:
-            while (got := wire.receive(self._sock, wire.EngineDecoder)) is not None:
-                self._on_packet(got.packet)
+            while (packet := self._hearing.next()) is not None:
+                self._on_packet(packet)
         except (wire.Closed, wire.Malformed):
             pass
 

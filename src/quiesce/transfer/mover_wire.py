@@ -71,7 +71,9 @@ class Attached(Packet, frozen=True):
 
 
 class Placed(Packet, frozen=True):
-    job: int
+    """These jobs are done, in this order, and their bytes visible: what ended together is told together."""
+
+    jobs: list[int]
 
 
 class Dropped(Packet, frozen=True):
@@ -133,6 +135,12 @@ MoverDecoder = msgspec.msgpack.Decoder(Attach | Detach | Job)
 LenderDecoder = msgspec.msgpack.Decoder(Greet | Answer | Mapped)
 AttachDecoder = msgspec.msgpack.Decoder(Challenge | Memory | TurnedAway)
 _encode = msgspec.msgpack.Encoder().encode
+# plain numbers: joining enum members costs more than the call that they are for
+_SEND = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+_HEAR = int(socket.MSG_DONTWAIT | socket.MSG_TRUNC)
+_RECEIVE = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+_CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+_SPACE = socket.CMSG_SPACE(4 * 4) + socket.CMSG_SPACE(_CREDENTIALS.size)
 
 
 class Closed(Exception):
@@ -152,9 +160,12 @@ class Received:
 
 def send(sock: socket.socket, packet: Packet, fds: tuple[int, ...] = ()) -> bool:
     """False: the other end does not read fast enough and nothing was sent. Raises Closed."""
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     try:
-        sock.sendmsg([_encode(packet)], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        if fds:
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
+            sock.sendmsg([_encode(packet)], [rights], _SEND)
+        else:
+            sock.send(_encode(packet), _SEND)
     except BlockingIOError:
         return False
     except OSError as error:
@@ -162,11 +173,35 @@ def send(sock: socket.socket, packet: Packet, fds: tuple[int, ...] = ()) -> bool
     return True
 
 
+class Hearing:
+    """Packets between an engine and its own mover, which carry no descriptors: into one buffer, again and again."""
+
+    def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[Any]) -> None:
+        self._sock, self._decode = sock, decoder.decode
+        self._buffer = memoryview(bytearray(MAX_PACKET))
+
+    def next(self) -> Any:
+        """The next packet; None: nothing there yet. Raises Closed or Malformed."""
+        try:
+            size = self._sock.recv_into(self._buffer, MAX_PACKET, _HEAR)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise Closed(str(error)) from error
+        if not size:
+            raise Closed("closed by the other end")
+        if size > MAX_PACKET:
+            raise Malformed("packet too long")
+        try:
+            return self._decode(self._buffer[:size])
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise Malformed(str(error)) from error
+
+
 def receive(sock: socket.socket, decoder: msgspec.msgpack.Decoder[Any]) -> Received | None:
     """The next packet; None: nothing there yet. Raises Closed or Malformed; received descriptors never leak."""
-    space = socket.CMSG_SPACE(4 * 4) + socket.CMSG_SPACE(_CREDENTIALS.size)
     try:
-        data, ancillary, flags, _ = sock.recvmsg(MAX_PACKET, space, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+        data, ancillary, flags, _ = sock.recvmsg(MAX_PACKET, _SPACE, _RECEIVE)
     except BlockingIOError:
         return None
     except OSError as error:
@@ -175,7 +210,7 @@ def receive(sock: socket.socket, decoder: msgspec.msgpack.Decoder[Any]) -> Recei
     try:
         if not data:
             raise Closed("closed by the other end")
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        if flags & _CUT:
             raise Malformed("packet too long")
         packet = decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from quiesce.core.messages import Grant
+from quiesce.transfer import copying
 from quiesce.transfer import mover_wire as wire
 from quiesce.transfer.arena import SEALS, shared_arena
 from quiesce.transfer.ends import TwoEnds
@@ -16,6 +18,8 @@ from quiesce.transfer.interface import Arena, Capabilities, FenceProof, Peer, Po
 from quiesce.transfer.shm_lender import Lender, Lets
 from quiesce.transfer.shm_poster import STALL_SECONDS, Poster
 from quiesce.transfer.watch import Watch
+
+log = logging.getLogger("quiesce.transfer")
 
 CAPABILITIES = Capabilities(
     name="shm",
@@ -89,6 +93,8 @@ class ShmTransport(TwoEnds):
             raise ValueError("shm needs an arena in shared memory: make it with shared_arena()")
         if fcntl.fcntl(arena.fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
             raise ValueError("the arena can change its size under a mover: make it with shared_arena()")
+        if slower := copying.choose()[2]:
+            log.warning("pages are copied by numpy, which is slower: %s", slower)
         self._arena = arena
         self._lender.lend(arena, 0)
         self._poster.use(arena)
@@ -130,6 +136,9 @@ class ShmTransport(TwoEnds):
 
     def drain(self, peer: Peer) -> bool:
         return self._poster.open_posts(peer) == 0
+
+    def report(self) -> dict[str, Any]:
+        return {**super().report(), "copies": copying.choose()[1]}
 
     def counters(self) -> dict[str, int]:
         """Totals since the start, for the metrics."""

@@ -201,17 +201,18 @@ class Poster:
         self._last_job += 1
         post = Post(self._last_job, peer)
         state = self._lenders.get(peer.number)
-        own, theirs = (dst_pages, src_pages) if read else (src_pages, dst_pages)
+        src, dst = np.asarray(src_pages, np.int64), np.asarray(dst_pages, np.int64)
+        own, theirs = (dst, src) if read else (src, dst)
         assert self._arena is not None
         refusal = self._not_now(read) or refusal_of(state, self._arena, own, theirs, grant, read)
         if refusal is not None or state is None:
             log.info("post %d to epoch %x refused, nothing was touched: %s", post.id, peer.epoch, refusal)
             self._end(post, Outcome.FAILED_CLEAN)
             return post
-        if not len(src_pages):
+        if not len(src):
             self._end(post, Outcome.PLACED)
             return post
-        src, dst = np.asarray(src_pages, np.int32), np.asarray(dst_pages, np.int32)
+        src, dst = src.astype(np.int32), dst.astype(np.int32)
         starts = range(0, len(src), self._max_transfer_pages)
         total = Sum(post, len(starts))
         self._sums[post.id] = total
@@ -278,8 +279,9 @@ class Poster:
     def _on_packet(self, packet: object) -> None:
         self._stall_at = None  # it moves
         match packet:
-            case wire.Placed(job=job):
-                self._over(job, None)
+            case wire.Placed(jobs=jobs):
+                for job in jobs:
+                    self._over(job, None)
             case wire.Dropped(job=job, reason=reason):
                 self._over(job, reason)
             case wire.Attached(peer=number, generation=generation) if number in self._lenders:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import time
 from collections.abc import Callable
 
 _CLOCK_MONOTONIC = 1
@@ -75,8 +76,12 @@ class Watch:
         self._raised = raised
 
     def alarm(self, due: float | None) -> None:
-        """Make `fileno()` readable at `due` (time.monotonic() seconds), until the next call; None: never."""
-        if due == self._due:
+        """Make `fileno()` readable at `due` (time.monotonic() seconds), until the next call; None: nothing is due.
+        An alarm that is to come earlier stays and wakes once for nothing: deadlines move with every post, and setting
+        the timer anew each time would cost more than the post."""
+        if self._due is not None and (due is None or due >= self._due) and self._due > time.monotonic():
+            return
+        if due == self._due is None:
             return
         self._due = due
         spec = _Itimerspec()

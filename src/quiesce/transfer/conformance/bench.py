@@ -24,6 +24,12 @@ PATIENCE = 20.0  # seconds until a condition that must come true counts as faile
 WATCH_FOR_LATE = 0.06  # seconds; a copy in flight takes about 4 ms
 RUN_PARTY = "import sys; from quiesce.transfer.conformance.party import main; main(sys.argv[1:])"
 SENTINEL = 0xEE  # no source page holds it
+SCALE = 1.0  # of how often a thing is done again; for machines that are emulated
+
+
+def often(times: int, least: int = 2) -> int:
+    """`times`, scaled."""
+    return max(least, round(times * SCALE))
 
 
 class Nonconforming(AssertionError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from quiesce.transfer.conformance.bench import ALL, PAGES, SENTINEL, Bench, Far, Near, require
+from quiesce.transfer.conformance.bench import ALL, PAGES, SENTINEL, Bench, Far, Near, often, require
 from quiesce.transfer.interface import FenceProof
 
 
@@ -43,7 +43,7 @@ def fence_is_final(bench: Bench, times: int = 10) -> None:
     bench.claims(lender, "a fence", lambda caps: caps.fence != "none")
     peer = bench.attach(poster, lender)
     poster.fill(1)
-    for _ in range(times):
+    for _ in range(often(times)):
         _, generation, _ = bench.storm(lender, poster, peer)
         proof = proven(bench, lender, poster.epoch, generation)
         bench.watch_for_late(lender, "fence")
@@ -64,7 +64,7 @@ def fence_of_pages_disturbs_no_others(bench: Bench, times: int = 10) -> None:
     bench.claims(lender, "a fence of pages", lambda caps: caps.fence == "page")
     peer = bench.attach(poster, lender)
     poster.fill(1)
-    for _ in range(times):
+    for _ in range(often(times)):
         lender.wipe()
         kept = lender.grant(poster.epoch, ALL[:128])
         _, generation, _ = fenced = lender.grant(poster.epoch, ALL[128:])
@@ -85,7 +85,7 @@ def fence_of_pages_disturbs_no_others(bench: Bench, times: int = 10) -> None:
 
 def death_of_the_poster_is_shown(bench: Bench, times: int = 3) -> None:
     lender = bench.near()
-    for _ in range(times):
+    for _ in range(often(times)):
         poster = bench.far()
         peer = bench.attach(poster, lender)
         poster.fill(1)
@@ -218,7 +218,7 @@ def no_failure_lands_late(bench: Bench, times: int = 5) -> None:
     """After every kind of non-success: what the poster calls FAILED_CLEAN, or drained, touches nothing any more."""
     lender, poster = bench.near(), bench.far()
     poster.fill(1)
-    for turn in range(times):
+    for turn in range(often(times, 3)):
         peer = bench.attach(poster, lender)
         lender.wipe()
         _, generation, _ = grant = lender.grant(poster.epoch)

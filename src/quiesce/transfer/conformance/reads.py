@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from quiesce.core.messages import Grant
-from quiesce.transfer.conformance.bench import ALL, PAGES, SENTINEL, Bench, Far, Near, require
+from quiesce.transfer.conformance.bench import ALL, PAGES, SENTINEL, Bench, Far, Near, often, require
 from quiesce.transfer.conformance.deaths import all_ended, proven, works
 from quiesce.transfer.conformance.writes import SHAPES
 from quiesce.transfer.interface import Peer
@@ -92,7 +92,7 @@ def a_fence_of_own_reads_is_final(bench: Bench, times: int = 5) -> None:
     """The reader gives up: once it has its proof, nothing that it has asked for lands in its pages."""
     this = Reading(bench)
     bench.claims(this.reader, "a fence", lambda caps: caps.fence != "none")
-    for _ in range(times):
+    for _ in range(often(times)):
         this.reader.wipe()
         grant = this.lend()
         posts = [this.read(ALL, ALL, grant) for _ in range(8)]

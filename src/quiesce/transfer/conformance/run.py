@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quiesce.transfer.conformance import deaths, endurance, reads, writes
+from quiesce.transfer.conformance import bench, deaths, endurance, reads, writes
 from quiesce.transfer.conformance.bench import Bench, Nonconforming, NotClaimed
 from quiesce.transfer.conformance.party import load
 from quiesce.transfer.registry import MissingEngine
@@ -52,13 +52,13 @@ def run(check: Check, engine: str) -> str | None:
     """One check on a bench of its own. None: it holds; otherwise what the engine does not claim. Raises
     Nonconforming."""
     with tempfile.TemporaryDirectory(prefix="q-") as folder:
-        bench = Bench(engine, Path(folder))
+        parties = Bench(engine, Path(folder))
         try:
-            check(bench)
+            check(parties)
         except NotClaimed as said:
             return str(said)
         finally:
-            bench.close()
+            parties.close()
     return None
 
 
@@ -100,7 +100,7 @@ def report(engine: str, names: list[str], say: Callable[[str], None]) -> dict[st
         results.append(result)
         said = f": {result['said']}" if result["said"] else ""
         say(f"{result['result']:<12}{result['seconds']:>7.2f} s  {result['check']}{said}")
-    return {"engine": engine, "capabilities": caps, "checks": results}
+    return {"engine": engine, "capabilities": caps, "checks": results, "scale": bench.SCALE}
 
 
 def command(engine: str, names: list[str], *, as_json: bool) -> int:
