@@ -103,5 +103,47 @@ def receive_sockets(pages: int, page_bytes: int) -> None:
         sock.sendall(b"k")
 
 
-BARE: dict[str, Callable[[int, int, int], Bare]] = {"shm": Memcpy, "tcp": Sockets}  # by engine: (pages, bytes, core)
-RECEIVERS: dict[str, Callable[[int, int], None]] = {"tcp": receive_sockets}
+def _nixl(lane: str) -> Callable[[int, int, int], Bare]:
+    def make(pages: int, page_bytes: int, core: int) -> Bare:
+        from bench.bare_engines import Nixl  # noqa: PLC0415
+
+        return Nixl(lane, pages, page_bytes, core)  # type: ignore[arg-type]
+
+    return make
+
+
+def _mooncake(pages: int, page_bytes: int, core: int) -> Bare:
+    from bench.bare_engines import Mooncake  # noqa: PLC0415
+
+    return Mooncake(pages, page_bytes, core)
+
+
+def _receive_nixl(lane: str) -> Callable[[int, int], None]:
+    def receive(pages: int, page_bytes: int) -> None:
+        from bench.bare_engines import receive_nixl  # noqa: PLC0415
+
+        receive_nixl(lane, pages, page_bytes)  # type: ignore[arg-type]
+
+    return receive
+
+
+def _receive_mooncake(pages: int, page_bytes: int) -> None:
+    from bench.bare_engines import receive_mooncake  # noqa: PLC0415
+
+    receive_mooncake(pages, page_bytes)
+
+
+# By engine: (pages, bytes, core). Libraries of others load where they are asked for.
+BARE: dict[str, Callable[[int, int, int], Bare]] = {
+    "shm": Memcpy,
+    "tcp": Sockets,
+    "nixl/tcp": _nixl("tcp"),
+    "nixl/cma": _nixl("cma"),
+    "mooncake/tcp": _mooncake,
+}
+RECEIVERS: dict[str, Callable[[int, int], None]] = {
+    "tcp": receive_sockets,
+    "nixl/tcp": _receive_nixl("tcp"),
+    "nixl/cma": _receive_nixl("cma"),
+    "mooncake/tcp": _receive_mooncake,
+}

@@ -188,7 +188,7 @@ def measure(engine: str, pairs: int) -> dict[str, Any]:
             fitting = [case for case in cases() if case.page_bytes == page_bytes]
             pages = fitting[0].pages
             layer = Layer(engine, Path(folder), pages, page_bytes)
-            make = BARE.get(engine.partition("/")[0])
+            make = BARE.get(engine)
             bare = make(pages, page_bytes, THEIR) if make is not None else None
             try:
                 if page_bytes == SMALL:

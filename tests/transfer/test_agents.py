@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import select
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -281,3 +283,23 @@ def test_settings_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(ValueError, match="MC_TCP_PROTO is set"):
         AgentTransport(MooncakeEngine("tcp"), tmp_path, 1)
     assert os.environ.get("MC_TRANSFER_TIMEOUT") in (None, "1000000")
+
+
+def test_mooncake_takes_every_setting_that_we_pin(tmp_path: Path) -> None:
+    """It warns of a value that is none for it, and goes on with its own default, whose timeouts do fire."""
+    start = (
+        "from quiesce.transfer.mooncake import MooncakeEngine; from quiesce.transfer.window import Window\n"
+        "from quiesce.transfer.arena import shared_arena\n"
+        "engine = MooncakeEngine('tcp'); engine.check(); engine.lend(Window(shared_arena(2, 4096))); print('made')"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", start],
+        env=os.environ | {"MC_LOG_LEVEL": "WARNING"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert ended.stdout.strip() == "made"
+    assert "WARNING: Logging" in ended.stderr or "No RDMA devices" in ended.stderr, "its warnings are not heard"
+    assert "Invalid" not in ended.stderr, ended.stderr

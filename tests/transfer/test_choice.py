@@ -202,3 +202,72 @@ def test_what_is_claimed_before_a_peer_is_known() -> None:
 
 def test_a_host_is_its_boot_its_pids_and_its_user() -> None:
     assert this_host().endswith(f"/{os.getuid()}") and this_host().count("/") == 2
+
+
+# ---------------------------------------------------------------- what is remembered, and for how long
+
+
+def test_an_epoch_that_is_in_use_is_never_forgotten(
+    made: Callable[..., Choice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest is attached and has a grant; those behind it come and go."""
+    monkeypatch.setattr("quiesce.transfer.choice.MAX_BOUND", 3)
+    lender, poster = made(D, "tcp"), made(P, "tcp")
+    lender.settle(P, poster.reply(D, lender.descriptor(P)))
+    poster.connect(lender.descriptor(P), P)
+    generation = until(lambda: lender.lend(P, [1, 2]), lender, poster)
+    passing = [made(0x100 + number, "tcp") for number in range(5)]
+    for other in passing:
+        lender.settle(other._epoch, other.reply(D, lender.descriptor(other._epoch)))
+    assert set(lender._bound) == {P, passing[3]._epoch, passing[4]._epoch}
+    proof = until(lambda: lender.fence(P, generation, frozenset([1, 2])), lender, poster)
+    assert proof.peer_epoch == P, "what was lent first can still be proven to be safe"
+
+
+def test_when_all_that_are_remembered_are_in_use_a_new_peer_is_refused(
+    made: Callable[..., Choice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quiesce.transfer.choice.MAX_BOUND", 1)
+    lender, poster, other = made(D, "tcp"), made(P, "tcp"), made(0xC, "tcp")
+    lender.settle(P, poster.reply(D, lender.descriptor(P)))
+    peer = poster.connect(lender.descriptor(P), P)
+    generation = until(lambda: lender.lend(P, [1]), lender, poster)
+    reply = other.reply(D, lender.descriptor(0xC))
+    with pytest.raises(ValueError, match="1 peers are in use already"):
+        lender.settle(0xC, reply)
+    poster.disconnect(peer)
+    until(lambda: lender.generation(P) is None, lender, poster)
+    with pytest.raises(ValueError, match="1 peers are in use already"):
+        lender.settle(0xC, reply)  # its grant is open still
+    lender.withdraw(P, generation)
+    lender.settle(0xC, reply)
+    assert set(lender._bound) == {0xC}
+
+
+def test_h11_connections_that_never_drained_are_bounded_and_stay_undrained(
+    made: Callable[..., Choice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quiesce.transfer.choice.MAX_UNDRAINED", 2)
+    poster = made(P, "tcp")
+    lenders = [made(0x200 + number, "tcp") for number in range(5)]
+    monkeypatch.setattr(TcpTransport, "drain", lambda self, peer: False)
+    peers = []
+    for lender in lenders:
+        poster.reply(lender._epoch, lender.descriptor(P))
+        peers.append(poster.connect(lender.descriptor(P), P))
+        poster.disconnect(peers[-1])
+    assert (len(poster._left), len(poster._peers), len(poster._numbers)) == (2, 2, 2)
+    monkeypatch.undo()
+    assert [poster.drain(peer) for peer in peers] == [False, False, False, True, True]
+
+
+def test_picks_name_the_engine_of_each_pair_in_use_and_why(made: Callable[..., Choice]) -> None:
+    lender = made(D, "shm", "tcp")
+    assert lender.picks() == ()
+    posters = [made(0xB0, "shm", "tcp"), made(0xB1, "shm", "tcp"), made(0xB2, "tcp")]
+    for poster in posters:
+        reply = poster.reply(D, lender.descriptor(poster._epoch))
+        lender.settle(poster._epoch, reply)
+        poster.connect(lender.descriptor(poster._epoch), poster._epoch)
+        until(lambda poster=poster: lender.generation(poster._epoch), lender, *posters)
+    assert lender.picks() == ("shm: both are on one host (2 peers)", "tcp: the only one here (1 peer)")

@@ -311,6 +311,7 @@ class Register(Message, frozen=True):
     local_prefill: bool = False  # a decode worker that computes prompts of its own when asked to
     step: str = ""
     cautions: tuple[str, ...] = ()  # for operators: what makes this worker less safe than the default is
+    transfers: tuple[str, ...] = ()  # for people: which transfer engine it has with its peers, and why
 
 
 class Registered(Message, frozen=True):

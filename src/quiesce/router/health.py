@@ -77,4 +77,5 @@ def _worker(worker: Worker, now: float, registry: Registry) -> dict[str, Any]:
         "pool_tokens": latest.limits.pool_tokens,
         "max_queued": latest.limits.max_queued,
         "step": latest.step,
+        "transfers": list(latest.transfers),
     }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ from quiesce.transfer.watch import Watch
 
 log = logging.getLogger("quiesce.transfer")
 
-MAX_BOUND = 4096  # epochs whose engine is remembered; one that is forgotten can prove nothing any more
+MAX_BOUND = 4096  # epochs whose engine is remembered; one that is in use is never forgotten
+MAX_UNDRAINED = 4096  # connections that were ended with something that was never shown to have landed
 COSTS = ("none", "us", "ms", "disrupts_peer", "disrupts_all")
 FENCES = ("page", "peer", "region", "death", "none")  # the narrowest first
 
@@ -104,11 +106,13 @@ class Choice(Transport):
         self._host = this_host()
         self._bound: dict[int, Transport] = {}  # peer epoch -> its engine
         self._why: dict[int, str] = {}
+        self._lent: Counter[int] = Counter()  # peer epoch -> grants that were not withdrawn
         self._peers: dict[int, tuple[Transport, Peer]] = {}  # by the number of ours
         self._numbers: dict[tuple[str, int], Peer] = {}  # (engine, its number) -> ours
         self._posts: dict[tuple[str, int], Post] = {}  # (engine, its post) -> ours
         self._inner: dict[int, Post] = {}  # our post -> the engine's
         self._left: list[Peer] = []
+        self._undrained_through = 0  # of what was forgotten by this number it is known only that it was not drained
         self._last = 0
         self._watch = Watch()
         for engine in engines:
@@ -167,20 +171,42 @@ class Choice(Transport):
                 return engine, offered[label], f"{label}: {first}"
         raise ValueError(f"none in common: {', '.join(offered) or 'nothing'} there, {', '.join(self._engines)} here")
 
+    def picks(self) -> tuple[str, ...]:
+        """Of the peers in use: which engine each pair has and why, with their number; the most common first."""
+        counted = Counter(self._why[epoch] for epoch in self._used())
+        return tuple(f"{why} ({n} peer{'s' if n > 1 else ''})" for why, n in counted.most_common())
+
+    def _used(self) -> list[int]:
+        """Epochs with a connection, an attachment or a grant. One that is forgotten could prove nothing any more."""
+        connected = {peer.epoch for peer in self._numbers.values()}
+        return [
+            epoch
+            for epoch, engine in self._bound.items()
+            if epoch in connected or self._lent[epoch] > 0 or engine.generation(epoch) is not None
+        ]
+
+    def _make_room(self, peer_epoch: int) -> None:
+        """Before anything is made for a new epoch. Raises ValueError where all that are remembered are in use."""
+        if peer_epoch in self._bound or len(self._bound) < MAX_BOUND:
+            return
+        used = {*self._used()}
+        oldest = next((epoch for epoch in self._bound if epoch not in used), None)
+        if oldest is None:
+            raise ValueError(f"{MAX_BOUND} peers are in use already")
+        del self._bound[oldest], self._why[oldest], self._lent[oldest]
+
     def _bind(self, peer_epoch: int, engine: Transport, why: str) -> None:
         if peer_epoch in self._bound:
             return
         self._bound[peer_epoch], self._why[peer_epoch] = engine, why
         log.info("transfers by %s", why, extra={"peer_epoch": f"{peer_epoch:016x}"})
-        if len(self._bound) > MAX_BOUND:
-            oldest = next(iter(self._bound))
-            del self._bound[oldest], self._why[oldest]
 
     def reply(self, peer_epoch: int, descriptor: bytes, *, pull: bool = False) -> bytes:
         theirs = self._read(descriptor)
         if not isinstance(theirs, Offers) or theirs.epoch != peer_epoch:
             raise ValueError("it offers no engines of its own")
         engine, offer, why = self._choose(theirs)
+        self._make_room(peer_epoch)
         inner = engine.reply(peer_epoch, offer.descriptor, pull=pull)
         self._bind(peer_epoch, engine, why)
         return msgspec.msgpack.encode(Pick(self._epoch, engine.caps.label, why, inner))
@@ -190,6 +216,7 @@ class Choice(Transport):
         if not isinstance(pick, Pick) or pick.epoch != peer_epoch:
             raise ValueError("it has picked no engine")
         engine = self._engine_of(pick)
+        self._make_room(peer_epoch)
         engine.settle(peer_epoch, pick.descriptor)
         self._bind(peer_epoch, engine, pick.why)
 
@@ -206,6 +233,7 @@ class Choice(Transport):
         theirs = self._read(descriptor)
         if isinstance(theirs, Pick):
             engine, inner = self._engine_of(theirs), theirs.descriptor
+            self._make_room(theirs.epoch)
             self._bind(theirs.epoch, engine, theirs.why)
         else:
             engine, offer, _ = self._choose(theirs)
@@ -236,11 +264,14 @@ class Choice(Transport):
         self, peer_epoch: int, pages: Sequence[int], *, access: Access = "write", generation: int | None = None
     ) -> int | None:
         engine = self._bound.get(peer_epoch)
-        return None if engine is None else engine.lend(peer_epoch, pages, access=access, generation=generation)
+        lent = None if engine is None else engine.lend(peer_epoch, pages, access=access, generation=generation)
+        self._lent[peer_epoch] += lent is not None
+        return lent
 
     def withdraw(self, peer_epoch: int, generation: int) -> None:
         engine = self._bound.get(peer_epoch)
         if engine is not None:
+            self._lent[peer_epoch] -= 1
             engine.withdraw(peer_epoch, generation)
 
     def fence(
@@ -303,7 +334,7 @@ class Choice(Transport):
 
     def drain(self, peer: Peer) -> bool:
         known = self._peers.get(peer.number)
-        return known is None or known[0].drain(known[1])
+        return peer.number > self._undrained_through if known is None else known[0].drain(known[1])
 
     def disconnect(self, peer: Peer) -> None:
         if peer.number not in self._peers:
@@ -315,5 +346,12 @@ class Choice(Transport):
         for each in list(self._left):  # what is asked about them later is only whether they are drained
             engine, inner = self._peers[each.number]
             if engine.drain(inner):
-                self._left.remove(each)
-                del self._peers[each.number], self._numbers[engine.caps.label, inner.number]
+                self._let_go(each)
+        while len(self._left) > MAX_UNDRAINED:
+            self._undrained_through = max(self._undrained_through, self._left[0].number)
+            self._let_go(self._left[0])
+
+    def _let_go(self, peer: Peer) -> None:
+        self._left.remove(peer)
+        engine, inner = self._peers.pop(peer.number)
+        del self._numbers[engine.caps.label, inner.number]

@@ -133,6 +133,10 @@ class Transport(Protocol):
         """JSON-able, for /health and `quiesce doctor`."""
         return {"engine": self.caps.label, **asdict(self.caps), "counters": self.counters()}
 
+    def picks(self) -> tuple[str, ...]:
+        """Where there are several engines: for people, which ones the peers in use have, and why."""
+        return ()
+
     # -- the side whose memory is touched
     def register(self, arena: Arena) -> Region:
         """Both sides call it once, before `descriptor` or `connect`. Raises ValueError for an unfit arena."""

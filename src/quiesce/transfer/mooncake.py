@@ -29,12 +29,16 @@ MISSING = "Mooncake is not installed: pip install 'quiesce[mooncake]'"
 NO_VERBS = "Mooncake needs libibverbs, which is not installed: apt-get install libibverbs1"
 
 # Longer than any deadline of ours (a day at most): one that fires tells nothing, and its batch goes on landing.
-_SECONDS, _MILLISECONDS = str(1_000_000), str(1_000_000_000)
+_SECONDS = str(1_000_000)
 _PINNED = {
     "MC_TRANSFER_TIMEOUT": _SECONDS,
     "MC_TCP_STATUS_TIMEOUT_SEC": _SECONDS,
     "MC_TCP_PROGRESS_TIMEOUT_SEC": _SECONDS,
-    "MC_TCP_ADMISSION_TIMEOUT_MS": _MILLISECONDS,
+    # The most that it takes, and beyond it one second. It runs only for what its queues have no room for: they have
+    # more than is ever posted to one peer at a time.
+    "MC_TCP_ADMISSION_TIMEOUT_MS": "600000",
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
 }
 _FORBIDDEN = ("MC_TCP_PROTO", "MC_FORCE_TCP", "MC_USE_TENT", "MC_SLICE_TIMEOUT")  # each changes what rc 0 means
 
