@@ -67,7 +67,7 @@ SPARE_ROWS = 32  # at least so many beyond the running requests': holds keep the
 class Worker(ABC):
     role: Literal["prefill", "decode", "colocated"]
     caps: Capabilities | None = None  # of the transport, where there is one
-    transfers: Callable[[], tuple[str, ...]] = tuple  # for people: by which engines its pages travel, and why
+    picks: Callable[[], tuple[str, ...]] = tuple  # for people: by which engines its pages travel, and why
 
     def __init__(self, settings: WorkerSettings, engine: Engine) -> None:
         self.settings = settings
@@ -330,7 +330,7 @@ class Worker(ABC):
                 local_prefill=self.role == "decode" and not self.settings.strict_disaggregation,
                 step=self.engine.how,
                 cautions=cautions(self.caps, self.settings, self.ledger),
-                transfers=self.transfers(),
+                transfers=self.picks(),
             )
         )
 
