@@ -13,24 +13,28 @@ from quiesce.models.registry import resolve
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
+ENGINES = ("shm", "tcp", "nixl/tcp", "mooncake/tcp")
 IN_EVERY_RUN = ("two-donors", "refused", "late-read")
-CASES = [(scene, "shm") for scene in SCENES] + [(scene, "tcp") for scene in SCENES if scene != "late-read"]
 
 
 @pytest.mark.parametrize(
     ("scene", "transfer"),
     [
-        pytest.param(
-            scene, transfer, marks=[] if (scene in IN_EVERY_RUN and transfer == "shm") else [pytest.mark.long]
-        )
-        for scene, transfer in CASES
+        pytest.param(scene, transfer, marks=[] if scene in IN_EVERY_RUN and transfer == "shm" else [pytest.mark.long])
+        for scene in SCENES
+        for transfer in ENGINES
     ],
 )
 def test_unsafe_shows_the_fault_and_safe_does_not(scene: str, transfer: str, tmp_path: Path) -> None:
+    if transfer.startswith(("nixl", "mooncake")):
+        pytest.importorskip("nixl_cu12" if transfer.startswith("nixl") else "mooncake.engine", exc_type=ImportError)
     done = play(resolve("smollm2"), SCENES[scene], transfer, unsafe=1, safe=1, told=lambda run: None)
 
-    assert done.unsafe[0].shown, done.unsafe[0].said
     assert done.safe[0].clean, done.safe[0].said
+    if done.cannot:
+        assert scene == "restart" and transfer != "tcp" and not done.unsafe
+        return
+    assert done.unsafe[0].shown, done.unsafe[0].said
     assert "Page timeline" in write_picture(done.unsafe + done.safe, tmp_path / scene).read_text("utf-8")
     if scene == "two-donors":
         answer, baseline = done.unsafe[0].answer, done.unsafe[0].baseline

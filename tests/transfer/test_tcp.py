@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ import pytest
 
 from quiesce.core.messages import Grant
 from quiesce.core.posting import Outcome
+from quiesce.lab.unsafe import keep_addresses, live_at, place_anything
 from quiesce.transfer import tcp_lender
 from quiesce.transfer import tcp_wire as wire
 from quiesce.transfer.arena import shared_arena
@@ -481,3 +483,35 @@ def test_an_address_of_another_host_cannot_be_listened_at() -> None:
     with pytest.raises(OSError):
         transport.descriptor(P)
     transport.close_all()
+
+
+def test_the_labs_twin_places_what_nobody_has_lent(pair: Pair) -> None:
+    """As `quiesce race` shows it: without the check at placement late bytes land; with it they are counted."""
+    peer, grant = pair.attach(), pair.lend(range(4))
+    pair.lender.transport.withdraw(P, grant.generation)
+    late = pair.poster.transport.write(peer, [0, 1, 2, 3], [0, 1, 2, 3], grant)
+    assert pair.outcome(late) is Outcome.FAILED_CLEAN
+    assert not pair.lender.arena.pages[:4].any() and pair.counted("late_bytes") == 4 * PAGE_BYTES
+    place_anything(pair.lender.transport)
+    late = pair.poster.transport.write(peer, [0, 1, 2, 3], [0, 1, 2, 3], grant)
+    assert pair.outcome(late) is Outcome.PLACED and (pair.lender.arena.pages[:4] == 7).all()
+
+
+def test_the_labs_twin_takes_over_the_address_of_a_dead_process(pair: Pair, tmp_path: Path) -> None:
+    """Guard A14: a new process has an address and a secret of its own. The twin has its predecessor's, and what was
+    queued for that one lands in it."""
+    place = tmp_path / "place"
+    live_at(pair.lender.transport, place)
+    poster = pair.poster.transport
+    keep_addresses(poster, poster)
+    peer, grant = pair.attach(), pair.lend(range(4))
+    pair.sides.remove(pair.lender)
+    pair.lender.transport.close_all()
+    pair.lender = pair.side(0xE)
+    for twin in (live_at, lambda transport, _: place_anything(transport)):
+        twin(pair.lender.transport, place)
+    pair.lender.transport.descriptor(P)
+    pair.until(lambda: pair.lender.transport.generation(P), "the queued connection to reach the new process")
+    pair.until(lambda: poster._poster._targets[peer.number].attached, "the poster to know")
+    queued = poster.write(peer, [0, 1, 2, 3], [0, 1, 2, 3], grant)
+    assert pair.outcome(queued) is Outcome.PLACED and (pair.lender.arena.pages[:4] == 7).all()
