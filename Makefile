@@ -72,10 +72,10 @@ quick: $(TESTING) ## test without the slow tests
 	@$(BIN)/python -m pytest -m 'not slow and not long' $(PYTEST_ARGS)
 
 SOAK_MODEL := build/soak-model
-soak: $(TESTING) ## ten rounds of the crash matrix over real processes (about half an hour; ARGS="--rounds 1 --only mover")
+soak: $(TESTING) ## abort storms and ten rounds of the crash matrix (half an hour; ARGS="--transfer nixl/tcp --rounds 1")
 	@PYTHONPATH=tests $(BIN)/python -c "from pathlib import Path; from tiny_model import make_tiny_llama; \
 	  make_tiny_llama(Path('$(SOAK_MODEL)'), layers=4)"
-	@$(BIN)/python -m quiesce.lab.crash $(SOAK_MODEL) $(ARGS)
+	@$(BIN)/python -m quiesce.lab.rounds $(SOAK_MODEL) --storm 1000 $(ARGS)
 
 soak-router: $(TESTING) ## 50,000 fake rooms, half handshakes and garbage, then 1,000 streams that leave at once
 	@PYTHONPATH=tests $(BIN)/python -m e2e.floods

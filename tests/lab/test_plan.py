@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from quiesce.lab.plan import draw
+from quiesce.lab.plan import verdict as verdicts
 from quiesce.lab.plan.against_sim import compare
 from quiesce.lab.plan.command import cases_of, run, sizes_of
 from quiesce.lab.plan.course import Case, Course, Least, Simulation, Sizes
@@ -160,7 +161,7 @@ def test_figures_are_over_time_not_over_changes() -> None:
     course = Course(Case("x"), SMALL, 10.0, times=[0.0, 2.0, 2.5, 9.9], held=[0, 4, 100, 0])
     assert mean_over(course, 0.0, 10.0) == pytest.approx((4 * 0.5 + 100 * 7.4) / 10)
     assert quantile_over(course, 0.5) == 100 and quantile_over(course, 0.1) == 0 and quantile_over(course, 0.24) == 4
-    assert Check(2.0, 0.5, 10.0, 8.0).ratio == 0.8 and Check(0.0, 0.0, 0.0, 1.0).ratio == float("inf")
+    assert Check(2.0, 0.5, 10.0, 8.0, 8.0).ratio == 0.8 and Check(0.0, 0.0, 0.0, 1.0, 0.0).ratio == float("inf")
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -290,6 +291,7 @@ def test_the_command_answers_and_writes_every_figure(tmp_path: Path) -> None:
     target = tmp_path / "plan.json"
     code, said = plan(Workload(trace=SAMPLE, rate=20, abort_rate=0.3), Output(json=target))
     assert code == 0 and "computing prompts" in said and "abort rate x hold time x pages per request" in said
+    assert "self-check: the plan agrees with both" in said and said.count("of the simulator's") == 2
     found = json.loads(target.read_text())
     names = [case["name"] for case in found["cases"]]
     assert names == ["no storm, no holds", "no storm", "storm, no holds", "storm, answered", "storm, fenced",
@@ -335,6 +337,25 @@ def test_a_missing_matplotlib_is_one_clear_line(
         draw.check_targets([tmp_path / "none" / "held.png"])
 
 
+def test_a_plan_that_disagrees_with_littles_law_or_the_simulator_says_so_and_exits_with_1(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    requests = requests_of(Workload(rate=20, requests=2000, abort_rate=0.5, abort_after=0.1))
+    found = figures(Simulation(requests, sizes_of(Cluster(), Holds(), requests), Case("calm", ack=0.5)).run())
+    assert found.check is not None and found.check.law == pytest.approx(1, abs=0.02)
+    right = compare(1, all_of_them=False)
+    monkeypatch.setattr(verdicts, "compare", lambda *_, **__: right)
+    assert verdicts.verdict([found], 1, thorough=False).agrees
+    twice = dataclasses.replace(found.check, simulated=2 * found.check.simulated)
+    told = verdicts.verdict([dataclasses.replace(found, check=twice)], 1, thorough=False)
+    assert not told.agrees and "DISAGREES" in told.lines[-1] and "calm" in told.lines[1]
+    longer = dataclasses.replace(right[0], plan=[(at, pages, 2 * lasts) for at, pages, lasts in right[0].plan])
+    monkeypatch.setattr(verdicts, "compare", lambda *_, **__: [longer])
+    told = verdicts.verdict([found], 1, thorough=False)
+    assert not told.agrees and "OUTSIDE" in told.lines[-2]
+    assert plan(Workload(rate=20, requests=200))[0] == 1
+
+
 def test_a_thousand_by_a_thousand_workers_are_planned() -> None:
     """A twentieth of the requests here; `docs/plan.md` has the time of the whole."""
     requests = requests_of(Workload(trace=SAMPLE, rate=1200, requests=5000))
@@ -347,6 +368,7 @@ def test_a_thousand_by_a_thousand_workers_are_planned() -> None:
 def test_it_agrees_with_the_simulator_that_runs_the_products_classes(seed: int) -> None:
     """The same small clusters: as many holds, about as long. What the plan leaves out is worth a third at most."""
     for found in compare(seed):
+        assert found.agrees, found.text()
         plan, sim = len(found.plan), len(found.sim)
         assert sim > 20 and abs(plan - sim) <= 0.2 * sim + 3, found.text()
         assert 0.65 < found.ratio < 1.55, found.text()

@@ -36,6 +36,7 @@ from quiesce.core.messages import (
 from quiesce.lab.worker import Faults, Spec
 
 ROUTER_EPOCH = 7
+Oracle = Callable[..., list[list[int]]]  # (prompts, tokens of each answer) -> answers of one process alone
 TURN_MS = 2  # how long the cluster waits for news at a time
 
 

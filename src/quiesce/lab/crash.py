@@ -1,30 +1,27 @@
 """The crash matrix: every role killed, stopped and restarted while a request is in every state.
 
-`python -m quiesce.lab.crash MODEL --rounds 10`. Each cell has a request that does not need the victim any more (the
-bystander, decoding) and one in the state of the cell. Then: whoever waits is told soon or answered right, every leg
-has one last word, nobody else restarted, all are idle, and the next answer is right.
+Each cell has a request that does not need the victim any more (the bystander, decoding) and one in the state of the
+cell. Then: whoever waits is told soon or answered right, every leg has one last word, nobody else restarted, all are
+idle, and the next answer is right. `lab/rounds.py` runs it many times; `Lane` says where engines differ.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import random
 import signal
 import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from quiesce.core.messages import Sampling
-from quiesce.lab.cluster import LabRequest
+from quiesce.lab.cluster import LabRequest, Oracle
 from quiesce.lab.idle import not_idle
-from quiesce.lab.patient import CHUNK, DECODE, PAGE, PAIR, PREFILL, PatientRouter, mover_of
+from quiesce.lab.lossy import Mischief
+from quiesce.lab.patient import DECODE, PAIR, PREFILL, PatientRouter, mover_of
 from quiesce.lab.worker import Faults
 
 VICTIMS = ("prefill", "decode", "mover", "router")
@@ -40,8 +37,6 @@ POOL = 512  # tokens: the bystander and one more request, if that is short
 MS_PER_PAGE = 40.0
 BYSTANDER, SUBJECT, QUEUED = 200, 56, 150  # tokens of the answers; the last one does not fit beside the bystander
 
-Oracle = Callable[[list[list[int]], int], list[list[int]]]
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -54,6 +49,40 @@ class Cell:
 
 
 CELLS = [Cell(victim, action, state) for state in STATES for action in ACTIONS for victim in VICTIMS]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What the cells need to know of the engine that moves the pages."""
+
+    transfer: str
+    direction: str
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Only shm has a process of its own that copies."""
+        return [cell for cell in CELLS if cell.victim != "mover" or self.transfer == "shm"]
+
+    @property
+    def poster(self) -> str:
+        """The one that moves the bytes, and has the mover where there is one."""
+        return PREFILL if self.direction == "push" else DECODE
+
+    @property
+    def lands_by_itself(self) -> bool:
+        """Bytes get into the pages of a process that stands still."""
+        return self.transfer in ("shm", "nixl/cma")
+
+    @property
+    def gated(self) -> bool:
+        """The last word about pages that are all there is held back by a gate, not by stopping who should hear it."""
+        return self.direction == "pull" or not self.lands_by_itself
+
+    def settles_without(self, victim: str) -> bool:
+        """Whether the other side gets all its pages back while this one stands still."""
+        if self.direction == "push":
+            return self.transfer != "nixl/cma" if victim == "prefill" else self.lands_by_itself
+        return victim == "prefill" or not self.transfer.startswith("nixl")
 
 
 class CellError(AssertionError):
@@ -83,6 +112,9 @@ class Matrix:
     boot: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        settings = self.cluster.common
+        self.lane = Lane(settings.get("transfer", "shm"), settings.get("direction", "push"))
+        self._gate = self.cluster.run_dir / "gate"
         draw = random.Random(self.seed)
         self._draw = draw
         prompts = [[draw.randrange(8, 500) for _ in range(PROMPT)] for _ in range(8)]
@@ -93,7 +125,10 @@ class Matrix:
         self._warm()
 
     def _launch(self, name: str, held: bool) -> subprocess.Popen[bytes]:
-        faults = Faults(ms_per_page=(MS_PER_PAGE, MS_PER_PAGE)) if name == PREFILL else Faults()
+        pace = (MS_PER_PAGE, MS_PER_PAGE) if name == self.lane.poster else (0.0, 0.0)
+        last = "Done" if self.lane.direction == "push" else "Standing"
+        mischief = (Mischief(last, "delay", while_there=str(self._gate)),) if name == PREFILL else ()
+        faults = Faults(ms_per_page=pace, mischief=mischief)
         tokens = POOL if name == DECODE else 2 * POOL
         return self.cluster.launch(name.partition("-")[0], name, faults, held=held, max_total_tokens=tokens)
 
@@ -141,11 +176,21 @@ class Matrix:
         elif cell.state == "decoding":
             self._until(lambda: len(subject.tokens) >= 3, "three tokens")
         else:
-            self._until(lambda: self.cluster.inspect(PREFILL)["posts"] > 0, "a transfer under way")
-            if cell.state == "landed":  # every page is there and DONE is on its way; decode has not read it yet
-                self._signal(DECODE, signal.SIGSTOP)
-                self._until(lambda: "done" in self.cluster.inspect(PREFILL)["records"], "prefill to be done")
+            self._until(lambda: self.cluster.inspect(self.lane.poster)["posts"] > 0, "a transfer under way")
+            if cell.state == "landed":
+                self._land()
         return Moment(bystander, subject)
+
+    def _land(self) -> None:
+        """Every page is there, and the word on which decode commits is on its way or held back."""
+        if self.lane.gated:
+            self._gate.touch()
+        else:
+            self._signal(DECODE, signal.SIGSTOP)
+        if self.lane.direction == "push":
+            self._until(lambda: "done" in self.cluster.inspect(PREFILL)["records"], "prefill to be done")
+        else:
+            self._until(lambda: self.cluster.inspect(DECODE)["checks"], "decode to ask for what stands")
 
     def _until(self, condition: Callable[[], object], what: str, seconds: float = 10.0) -> None:
         self.cluster.until(lambda: bool(condition()), seconds, what)
@@ -154,6 +199,7 @@ class Matrix:
         os.kill(self.cluster.workers[name].process.pid, number)
 
     def _resume(self) -> None:
+        self._gate.unlink(missing_ok=True)
         for worker in self.cluster.workers.values():
             worker.process.send_signal(signal.SIGCONT)
 
@@ -211,8 +257,8 @@ class Matrix:
         within = self.cluster.hold + 2.0
         self._until(lambda: all(request.told for request in needy), "word of the stopped process", within)
         survivors = [name for name in PAIR if not name.startswith(cell.victim) or cell.victim == "mover"]
-        if cell.state != "landed" or cell.victim == "decode":
-            for name in survivors:
+        if cell.state != "landed" or cell.victim == "decode" or self.lane.gated:
+            for name in survivors if self.lane.settles_without(cell.victim) else ():
                 self._idle(name, while_stopped=cell.victim)
         self.cluster.until_time(max(0.0, began + self.cluster.hold + SHORT - time.monotonic()))
         self._continue(cell)
@@ -221,9 +267,13 @@ class Matrix:
         """Whose answer depends on the victim."""
         if cell.victim == "decode":
             return list(moment.requests)
-        if cell.state in ("decoding", "landed"):
+        if cell.state == "decoding" or (cell.state == "landed" and not self._withheld(cell)):
             return []
         return [moment.subject]
+
+    def _withheld(self, cell: Cell) -> bool:
+        """Decode never hears that its pages are right: who would say so does not, or not in time."""
+        return self.lane.gated and cell.victim == "prefill"
 
     def _stop(self, cell: Cell) -> None:
         self._stopped = self._mover() if cell.victim == "mover" else None
@@ -231,8 +281,10 @@ class Matrix:
             self._signal(f"{cell.victim}-0", signal.SIGSTOP)
         else:
             os.kill(self._stopped, signal.SIGSTOP)
-        if cell.state == "landed" and cell.victim != "decode":
+        if cell.state == "landed" and not self.lane.gated and cell.victim != "decode":
             self._signal(DECODE, signal.SIGCONT)
+        if cell.state == "landed" and self.lane.gated and cell.victim != "prefill":
+            self._gate.unlink()
 
     def _continue(self, cell: Cell) -> None:
         if self._stopped is None:
@@ -242,9 +294,9 @@ class Matrix:
             os.kill(self._stopped, signal.SIGCONT)
 
     def _mover(self, default: int | None = None) -> int:
-        found = mover_of(self.cluster.workers[PREFILL].process.pid)
+        found = mover_of(self.cluster.workers[self.lane.poster].process.pid)
         if found is None and default is None:
-            raise CellError("prefill has no mover")
+            raise CellError(f"{self.lane.poster} has no mover")
         return found or default or 0
 
     def _replace(self, name: str) -> None:
@@ -274,11 +326,12 @@ class Matrix:
                 raise CellError(f"{who}'s answer is wrong")
             if request.outcome == "length" and request.ends[DECODE][0].completion_tokens != len(request.tokens):
                 raise CellError(f"{who} ended short")
+            if request.told and request.outcome != "length" and not any(_reasons(request)):
+                raise CellError(f"{who} failed without a reason: {request.ends}")
             if self._must_succeed(cell, request is moment.bystander) and request.outcome != "length":
                 raise CellError(f"{who} was not answered: {request.ends}, {request.errors}, {request.lost}")
 
-    @staticmethod
-    def _must_succeed(cell: Cell, bystander: bool) -> bool:
+    def _must_succeed(self, cell: Cell, bystander: bool) -> bool:
         if cell.action == "stop short" or (cell.victim == "router" and cell.action == "stop long"):
             return True
         if cell.victim in ("decode", "router"):
@@ -286,7 +339,7 @@ class Matrix:
         if bystander or cell.state == "decoding":
             return True
         if cell.action == "stop long":
-            return cell.state == "landed"
+            return cell.state == "landed" and not self._withheld(cell)
         return cell.state == "queued" and cell.victim == "mover"  # a DONE on its way may go down with its speaker
 
     def _settled(self) -> None:
@@ -328,49 +381,7 @@ class Matrix:
         self._warm()
 
 
-# ------------------------------------------------------------ many rounds
-
-
-def rounds(matrix: Matrix, count: int) -> Iterator[tuple[int, Cell, float, str]]:
-    for number in range(count):
-        for cell in CELLS:
-            began = time.monotonic()
-            trouble = ""
-            try:
-                matrix.run(cell)
-            except (CellError, TimeoutError, RuntimeError) as error:
-                trouble = str(error)
-                matrix.repair()
-            yield number, cell, time.monotonic() - began, trouble
-
-
-def main() -> int:
-    from quiesce.engine.engine import Engine  # noqa: PLC0415
-    from quiesce.engine.local import LocalEngine  # noqa: PLC0415
-
-    parser = argparse.ArgumentParser(prog="python -m quiesce.lab.crash", description=__doc__)
-    parser.add_argument("model", type=Path, help="folder of a small model")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--hold-timeout", type=float, default=2.0)
-    parser.add_argument("--only", default="", help="part of the names of the cells to run")
-    asked = parser.parse_args()
-    local = LocalEngine(Engine(asked.model, dtype="float32", page_size=PAGE, pool_pages=512, deterministic=True))
-
-    def oracle(prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        sampling = [Sampling(max_tokens=tokens, ignore_eos=True)] * len(prompts)
-        return local.generate(prompts, sampling, chunk=CHUNK, concurrency=4)
-
-    CELLS[:] = [cell for cell in CELLS if asked.only in str(cell)]
-    failed = 0
-    with tempfile.TemporaryDirectory(prefix="qs-") as folder:
-        log = Path(folder).parent / f"{Path(folder).name}.log"
-        with PatientRouter(asked.model, Path(folder), log, hold_timeout=asked.hold_timeout) as cluster:
-            for number, cell, seconds, trouble in rounds(Matrix(cluster, oracle), asked.rounds):
-                failed += bool(trouble)
-                print(f"{number:3d} {cell!s:32} {seconds:5.1f} s  {trouble or 'ok'}", flush=True)
-    print(f"{failed} cells failed; the workers' log is {log}")
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _reasons(request: LabRequest) -> list[str]:
+    """What its client and the router were told."""
+    said = [ended.reason for ends in request.ends.values() for ended in ends]
+    return [*request.errors, *request.lost.values(), *said]

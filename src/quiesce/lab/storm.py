@@ -9,11 +9,11 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quiesce.core.messages import Sampling
-from quiesce.lab.cluster import Cluster, LabRequest
+from quiesce.lab.cluster import Cluster, LabRequest, Oracle
 
 CUTS = ("queue", "offer", "mid-chunk", "landed", "decoding")
 
@@ -82,7 +82,7 @@ def run(
     cluster: Cluster,
     prefills: Sequence[str],
     decode: str,
-    oracle: Callable[[list[list[int]]], list[list[int]]],
+    oracle: Oracle,
     plan: Plan,
     seconds: float = 600.0,
 ) -> Report:

@@ -24,6 +24,7 @@ BEGINS = 3.0  # seconds until the simulated workers have found one another
 REQUESTS = 250
 PAGE, CHUNK, RUNNING, STEP = 4, 64, 16, 0.02
 DELAY = 0.1  # seconds of a message, one way
+NARROW, WIDE = (0.75, 1.35), (0.6, 1.6)  # of the simulator's page-seconds; over 24 seeds 0.89 to 1.25 were seen
 PAGE_SECONDS, POST_SECONDS = 0.004, 0.001
 
 
@@ -37,6 +38,12 @@ class Compared:
     name: str
     plan: list[Held]
     sim: list[Held]
+    within: tuple[float, float] = NARROW
+
+    @property
+    def agrees(self) -> bool:
+        low, high = self.within
+        return low <= self.ratio <= high
 
     @property
     def ratio(self) -> float:
@@ -60,17 +67,18 @@ def page_seconds(held: list[Held]) -> float:
     return sum(pages * lasted for _, pages, lasted in held)
 
 
-def compare(seed: int) -> list[Compared]:
-    """ABORTs answered, a fifth of all messages lost, a pool that is too small, and no ABORT answered at all."""
+def compare(seed: int, *, all_of_them: bool = True) -> list[Compared]:
+    """ABORTs answered, and none answered at all; `all_of_them`: also a fifth of all messages lost, and a pool that is
+    too small, of which the plan leaves more out."""
     roomy = _world(seed, pool=2000)
     calm = Case("answers come", ack=2 * DELAY, hold_timeout=roomy.hold_timeout, fence=0.0)
     silent = replace(calm, name="no answers, a fence", dead=(0.0, NEVER))
-    return [
-        _one(roomy, calm),
-        _one(replace(roomy, noise=replace(roomy.noise, loss=0.2)), replace(calm, name="messages lost", loss=0.36)),
-        _one(_world(seed, pool=90), replace(calm, name="a small pool")),
-        _one(roomy, silent, silent=True),
-    ]
+    found = [_one(roomy, calm), _one(roomy, silent, silent=True)]
+    if all_of_them:
+        lossy = replace(roomy, noise=replace(roomy.noise, loss=0.2))
+        found.append(_one(lossy, replace(calm, name="messages lost", loss=0.36), within=WIDE))
+        found.append(_one(_world(seed, pool=90), replace(calm, name="a small pool"), within=WIDE))
+    return found
 
 
 def _world(seed: int, pool: int) -> World:
@@ -102,7 +110,7 @@ def _world(seed: int, pool: int) -> World:
     )
 
 
-def _one(world: World, case: Case, *, silent: bool = False) -> Compared:
+def _one(world: World, case: Case, *, silent: bool = False, within: tuple[float, float] = NARROW) -> Compared:
     cluster = Cluster(world)
     if silent:
         _unanswered(cluster)
@@ -112,7 +120,7 @@ def _one(world: World, case: Case, *, silent: bool = False) -> Compared:
     if report.broken is not None:
         raise AssertionError(f"the simulated cluster broke a rule: {report.broken}")
     course = Simulation(requests_of(world), sizes_of(world), case).run()
-    return Compared(case.name, course.holds, watched.held)
+    return Compared(case.name, course.holds, watched.held, within)
 
 
 class Watched:

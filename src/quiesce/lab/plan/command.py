@@ -20,7 +20,7 @@ from quiesce.lab.plan.options import Cluster, Holds, Output, Workload
 from quiesce.lab.plan.requests import NEVER, PlanError, Requests, requests_of
 from quiesce.lab.plan.sizing import Need, binding, needs, with_workers
 
-EXIT_REFUSED = 2
+EXIT_DISAGREES, EXIT_REFUSED = 1, 2
 CALM = "no storm"
 LEGEND = (
     "worst: share of one worker's pool that was held. cut: requests that a restart ended. no holds: pages go back at "
@@ -111,14 +111,13 @@ def run(workload: Workload, cluster: Cluster, holds: Holds, output: Output, cons
         console.print(f"drawn: {', '.join(map(str, output.plot))}", highlight=False)
     if output.json is not None:
         output.json.write_text(json.dumps(everything(courses, found, requests, sizes), indent=1) + "\n", "utf-8")
-    if output.check:
-        from quiesce.lab.plan.against_sim import compare  # noqa: PLC0415  (the whole product, for this one flag)
+    console.print(f"\n{len(requests):,} requests, {len(cases)} times, in {time.monotonic() - began:.0f} s\n")
+    from quiesce.lab.plan.verdict import verdict  # noqa: PLC0415  (loads the whole product: after the answer is there)
 
-        console.print("\nSmall clusters, here and in `quiesce sim`:")
-        for line in compare(workload.seed):
-            console.print(f"  {line.text()}", highlight=False)
-    console.print(f"\n{len(requests):,} requests, {len(cases)} times, in {time.monotonic() - began:.0f} s")
-    return 0
+    judged = verdict(found, workload.seed, thorough=output.check)
+    for line in judged.lines:
+        console.print(line, highlight=False, markup=False)
+    return 0 if judged.agrees else EXIT_DISAGREES
 
 
 def _simulate(requests: Requests, sizes: Sizes, cases: list[Case], console: Console) -> list[Course]:

@@ -19,6 +19,13 @@ class Check:
     hold: float  # seconds
     pages: float
     simulated: float
+    together: float  # hold seconds x pages of each, on average: Little's law itself, however the two go together
+
+    @property
+    def law(self) -> float:
+        """Held on average / what Little's law says: 1 but for holds that reach over an end of what was looked at."""
+        wanted = self.rate * self.together
+        return self.simulated / wanted if wanted else 1.0 if not self.simulated else float("inf")
 
     @property
     def predicted(self) -> float:
@@ -98,8 +105,11 @@ def check(course: Course) -> Check | None:
     if not holds or any(np.isinf(hold[2]) for hold in holds):
         return None
     end = max(course.seconds, course.times[-1])
-    hold, pages = float(np.mean([hold[2] for hold in holds])), float(np.mean([hold[1] for hold in holds]))
-    return Check(len(holds) / (end - start), hold, pages, mean_over(course, start, end))
+    _, pages, lasted = np.array(holds, dtype=float).T
+    held = mean_over(course, start, end)
+    return Check(
+        len(holds) / (end - start), float(lasted.mean()), float(pages.mean()), held, float((lasted * pages).mean())
+    )
 
 
 def _mean(values: Floats) -> float:
@@ -113,5 +123,5 @@ def _quantile(values: Floats, share: float) -> float:
 def as_json(found: Figures) -> dict[str, Any]:
     row = asdict(found)
     if found.check is not None:
-        row["check"] |= {"predicted": found.check.predicted, "ratio": found.check.ratio}
+        row["check"] |= {"predicted": found.check.predicted, "ratio": found.check.ratio, "law": found.check.law}
     return row

@@ -129,5 +129,9 @@ class Output:
     json: Annotated[Path | None, Parameter(group=OUTPUT, help="Write every figure here.")] = None
     check: Annotated[
         bool,
-        Parameter(group=OUTPUT, negative="", help="Also run a small cluster here and in `quiesce sim`, and compare."),
+        Parameter(
+            group=OUTPUT,
+            negative="",
+            help="Compare four small clusters with `quiesce sim`, not only two: also lost messages and a small pool.",
+        ),
     ] = False
