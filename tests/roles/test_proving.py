@@ -14,7 +14,7 @@ from quiesce.core.messages import TransferId
 from quiesce.core.pages import PagePool
 from quiesce.core.proofs import LeaseKey, Waiver
 from quiesce.roles import assembly, decode, prefill
-from quiesce.roles.proving import cautions, check_transport, too_much_retained
+from quiesce.roles.proving import cautions, check_transport, worn_out
 from quiesce.roles.settings import Role, SettingsError, WorkerSettings
 from quiesce.transfer.shm import CAPABILITIES
 
@@ -65,7 +65,9 @@ def test_cautions_are_what_is_less_safe_than_the_default() -> None:
     ledger.lend(key)
     ledger.end(tid)
     ledger.retain(tid)
-    assert not too_much_retained(ledger, 3 / 8) and too_much_retained(ledger, 0.25)
+    assert worn_out(ledger, 3 / 8, None) is None
+    assert worn_out(ledger, 0.25, None) == "more than 25 % of the pool is retained without proof"
+    assert worn_out(ledger, 3 / 8, "64 agents are left over") == "64 agents are left over"
     said = cautions(BLIND, settings(allow_unproven=True, on_hold_expiry="release"), ledger)
     assert [
         words

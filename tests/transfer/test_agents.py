@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from quiesce.core.messages import Grant
+from quiesce.transfer import agent_lender
 from quiesce.transfer import attach as wire
 from quiesce.transfer.agent import Engine
 from quiesce.transfer.agents import AgentTransport
@@ -222,6 +223,29 @@ def test_what_is_lost_is_shown_to_have_landed_or_stays_unproven(pair: Pair) -> N
         pair.until(lambda: pair.poster.lost, "the connection to be made anew")
         pair.until(lambda: pair.lender.transport.generation(pair.poster.epoch), "the peer to attach again")
         assert not pair.poster.transport.drain(peer), "nothing has shown that it landed"
+
+
+def test_readers_agents_that_cannot_be_ended_are_bounded_and_then_it_says_that_it_is_used_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """UCX crashes when an agent ends that still answers reads, so it is left alone; the worker restarts for it."""
+    monkeypatch.setattr(agent_lender, "MAX_LEFT", 2)
+    pair = Pair(NixlEngine("tcp", devices="lo"), tmp_path)
+    lender, poster = (side.transport for side in pair.sides)
+    for left in range(2):
+        assert lender.used_up() is None, f"{left} are left"
+        peer = pair.attach()
+        pair.grant(access="read")
+        poster.disconnect(peer)
+        pair.until(lambda: lender.generation(pair.poster.epoch) is None, "its connection to close")
+    said = lender.used_up()
+    assert said is not None and said.startswith("2 agents of nixl/tcp are left over from readers")
+    before = lender.counters()["attach_refused"]
+    poster.connect(lender.descriptor(pair.poster.epoch), pair.poster.epoch)
+    pair.until(lambda: lender.counters()["attach_refused"] > before, "the third reader to be turned away")
+    assert lender.generation(pair.poster.epoch) is None and lender.counters()["agents_ended"] == 0
+    for side in pair.sides:
+        side.transport.close_all()
 
 
 def test_a_waiting_post_can_be_withdrawn_and_a_started_one_cannot(pair: Pair) -> None:

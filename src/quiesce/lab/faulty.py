@@ -265,6 +265,9 @@ class FaultyTransport(Transport):
     def report(self) -> dict[str, Any]:
         return self._inner.report()
 
+    def used_up(self) -> str | None:
+        return self._inner.used_up()
+
     def counters(self) -> dict[str, int]:
         return self._inner.counters()
 

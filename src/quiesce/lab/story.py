@@ -107,6 +107,9 @@ class Teller:
                 source = self._who(state, len(state[0]) + read.leg.p_rank)
                 pages = self._pages(read.source)
                 return f"the read of {self._name(read.leg.tid)} takes source {pages} of {source}: {whose}"
+            case ("half", post):
+                flight = self.model.flights[post >> 2]
+                return f"half of {self._name(flight.leg.tid)}'s bytes are in {self._pages(flight.destination)}"
             case ("lands", post, page, holder):
                 return self._lands(post, page, holder)
             case ("reads", post, page, tid):

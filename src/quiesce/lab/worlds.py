@@ -27,6 +27,7 @@ class World:
     gone: bool = False
     narrow: bool = False  # a fence may also be of one page only
     drain: bool = False
+    halves: bool = False  # half of a page lands before the rest, which may never come
     digest: bool = False
     led: bool = False  # a leader decides for all decode ranks
     # pull
@@ -111,6 +112,16 @@ WORLDS: tuple[World, ...] = (
         fence=True,
         unfenced=1,
         suspect=1,
+    ),
+    World(
+        "halves",
+        "half of each page lands first: a failure, an UNKNOWN post, a crash, a fence",
+        pool=1,
+        unknown=1,
+        failed=1,
+        crash_p=1,
+        fence=True,
+        halves=True,
     ),
     World("narrow", "fences of one page of two", (2, 2), window=1, fence=True, narrow=True, unknown=1),
     World("shared", "a fence that hits a good transfer of the same engine", pool=2, unknown=1, fence=True),
@@ -207,6 +218,22 @@ WORLDS: tuple[World, ...] = (
         sources=1,
         unknown=1,
         own_fence=True,
+        pull=True,
+    ),
+    World(
+        "pull halves",
+        "half of each page that is read lands first; a failed read, an UNKNOWN one, a restart of either side",
+        (1,),
+        pool=1,
+        sources=1,
+        unknown=1,
+        failed=1,
+        crash_p=1,
+        crash_d=1,
+        successor=True,
+        own_fence=True,
+        gone=True,
+        halves=True,
         pull=True,
     ),
     World("pull late", "two requests, one source page; every late message", sources=1, late=True, pull=True),

@@ -58,7 +58,7 @@ def _as_json(name: str, text: str) -> str:
 def exit_words(code: int) -> str:
     """`prefill-0 ` + this says how a process ended."""
     if code == EXIT_RETAINED:
-        return "restarts because too many of its pages were retained without proof"
+        return "restarts because it keeps what only a new process gives back; its log says what"
     if code >= 0:
         return f"ended with exit code {code}"
     try:

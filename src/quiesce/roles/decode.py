@@ -42,7 +42,8 @@ class DecodeWorker(AnsweringWorker):
     def __init__(self, settings: WorkerSettings, engine: Engine, transport: Transport) -> None:
         check_transport(transport.caps, settings)
         super().__init__(settings, engine)
-        self.transport, self.caps, self.picks = transport, transport.caps, transport.picks
+        self.transport, self.caps = transport, transport.caps
+        self.picks, self.used_up = transport.picks, transport.used_up
         self.region = transport.register(engine.kv.arena)
         self.poller.register(transport.fileno(), zmq.POLLIN)
         self.lender = self.machine(transport)

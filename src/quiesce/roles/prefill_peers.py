@@ -13,6 +13,7 @@ import zmq
 from quiesce.channel import KeyPair, Link, LinkEvent
 from quiesce.core.messages import Address, Fingerprint, Unwelcome, Welcome, Wire
 from quiesce.core.session import Handshake
+from quiesce.roles.silence import ATTACH_LEAST
 
 log = logging.getLogger("quiesce.sessions")
 
@@ -114,8 +115,8 @@ class PrefillPeers:
         if not peer.taken and waited > (UNREACHABLE if peer.link.is_down else self._patience):
             return f"prefill {peer.address.name} did not answer within {waited:.1f} s"
         unattached = time.monotonic() - max(peer.opened, peer.ready_at)
-        if peer.taken and not self.ready(peer) and unattached > self._patience:
-            return f"prefill {peer.address.name}'s mover has not attached for {unattached:.1f} s"
+        if peer.taken and not self.ready(peer) and unattached > max(ATTACH_LEAST, self._patience):
+            return f"prefill {peer.address.name} has not attached to write here for {unattached:.1f} s"
         return None
 
     def forget_hopeless(self, wanted: set[int]) -> None:

@@ -43,7 +43,10 @@ def cautions(caps: Capabilities | None, settings: WorkerSettings, ledger: Ledger
     return tuple(said)
 
 
-def too_much_retained(ledger: Ledger, share: float) -> bool:
-    """More than `share` of the pool waits for proofs that cannot be had: only a restart gives it back."""
+def worn_out(ledger: Ledger, share: float, used_up: str | None) -> str | None:
+    """Why only a restart helps: more than `share` of the pool waits for proofs that cannot be had, or the transport
+    is used up. None: it does not need one."""
     census = ledger.census()
-    return bool(census.retained > share * census.total)
+    if census.retained > share * census.total:
+        return f"more than {100 * share:.0f} % of the pool is retained without proof"
+    return used_up

@@ -22,11 +22,10 @@ from quiesce.roles.prefill import Job, PrefillWorker
 from quiesce.roles.report import Standing
 from quiesce.roles.revoking import Revoking, spoken
 from quiesce.roles.sequence import Sequence
-from quiesce.roles.silence import Silence
+from quiesce.roles.silence import ATTACH_LEAST, Silence
 
 LEASE_MOST, LEASE_LEAST = 10.0, 3.0  # seconds; PINGs come every second
 SILENCE_POLL = 30.0  # seconds
-ATTACH_LEAST = 5.0  # seconds that a reader's transport gets to start, whatever the hold timeout
 
 
 class PullPrefillWorker(PrefillWorker):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 FORGOTTEN = 600.0  # seconds; whoever was away for longer has to start anew
+ATTACH_LEAST = 5.0  # seconds that a peer's transport gets to start, whatever the hold timeout
 
 
 @dataclass

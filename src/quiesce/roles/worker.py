@@ -43,7 +43,7 @@ from quiesce.roles.engine_thread import EngineThread
 from quiesce.roles.legs import Legs, WorkerLeg
 from quiesce.roles.meters import Holds, Transfers, Waits
 from quiesce.roles.ownership import OwnershipLog
-from quiesce.roles.proving import cautions, too_much_retained
+from quiesce.roles.proving import cautions, worn_out
 from quiesce.roles.registration import HEARTBEAT, Registration
 from quiesce.roles.report import record, worker_samples
 from quiesce.roles.sequence import Batch, Sequence
@@ -60,7 +60,7 @@ INBOX = 0.1  # seconds of a turn for messages while there are ever more of them
 PAUSE, INBOX_AFTER_PAUSE = 1.0, 2.0  # away for so long: what waited is heard first, before any timer
 LONGEST_REASON = 2000  # characters
 LAST_WORDS_MS = 1000  # what was sent before the end still goes out
-EXIT_RETAINED = 75  # too many pages retained: a restart is the fence
+EXIT_RETAINED = 75  # too much is kept that only a new process gives back: a restart is the fence
 SPARE_ROWS = 32  # at least so many beyond the running requests': holds keep theirs while new requests run
 
 
@@ -111,6 +111,7 @@ class Worker(ABC):
         self._received = time.monotonic()
         self.drain_until = float("inf")
         self.exit_code = 0
+        self.used_up: Callable[[], str | None] = lambda: None  # of the transport, where there is one
         self.faults = 0
         for readable in (self.listener.socket, self.registration.link.socket, self.registration.link.monitor):
             self.poller.register(readable, zmq.POLLIN)
@@ -371,9 +372,9 @@ class Worker(ABC):
             self.drain_until = time.monotonic() + self.settings.drain_timeout
 
     def _finished(self) -> bool:
-        if not self.draining and too_much_retained(self.ledger, self.settings.max_retained):
-            share = 100 * self.settings.max_retained
-            log.error("more than %.0f %% of the pool is retained without proof: draining, for a restart", share)
+        worn = None if self.draining else worn_out(self.ledger, self.settings.max_retained, self.used_up())
+        if worn is not None:
+            log.error("%s: draining, for a restart", worn)
             self.exit_code = EXIT_RETAINED
             self._asked_to_stop(0, None)
         busy = self.legs or self.legs.outbox

@@ -173,8 +173,7 @@ class AgentLender:
         if record is None:
             record = self._records[connection.epoch] = PeerRecord(connection.epoch)
         refusal = self._watch_death(record, connection)
-        if self._left >= MAX_LEFT:
-            refusal = f"{MAX_LEFT} agents are left over from peers that read; this worker must be restarted"
+        refusal = refusal or self.used_up()
         if refusal is not None:
             self._turn_away(connection, refusal, final=False)
             return
@@ -336,6 +335,14 @@ class AgentLender:
         record = self._records.get(peer_epoch)
         if record is not None and record.connection is not None:
             record.read = record.connection.read = True
+
+    def used_up(self) -> str | None:
+        if self._left < MAX_LEFT:
+            return None
+        return (
+            f"{MAX_LEFT} agents of {self._engine.caps.label} are left over from readers that went away or attached "
+            "anew, and cannot be ended while this process lives"
+        )
 
     def knows(self, peer_epoch: int) -> bool:
         """Whether anything was ever lent to it."""

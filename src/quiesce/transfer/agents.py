@@ -136,6 +136,9 @@ class AgentTransport(TwoEnds):
     def drain(self, peer: Peer) -> bool:
         return self._poster.drained(peer)
 
+    def used_up(self) -> str | None:
+        return self._lender.used_up()
+
     def counters(self) -> dict[str, int]:
         return {**self._poster.counters, **self._lender.counters}
 

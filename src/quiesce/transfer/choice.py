@@ -129,6 +129,9 @@ class Choice(Transport):
     def self_test(self) -> list[str]:
         return [f"{label}: {said}" for label, engine in self._engines.items() for said in engine.self_test()]
 
+    def used_up(self) -> str | None:
+        return next((why for engine in self._engines.values() if (why := engine.used_up()) is not None), None)
+
     def counters(self) -> dict[str, int]:
         return {
             f"{label}_{name}": value

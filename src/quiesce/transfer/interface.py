@@ -125,6 +125,10 @@ class Transport(Protocol):
         people; empty: all does. May take up to some seconds."""
         return []
 
+    def used_up(self) -> str | None:
+        """Why it takes no more peers until its process ends, for people; None: it does take them."""
+        return None
+
     def counters(self) -> dict[str, int]:
         """Totals since the start, for the metrics."""
         return {}

@@ -15,6 +15,7 @@ from quiesce.lab.checker.processes import (
     FLYING,
     FOREIGN,
     GIVEN_UP,
+    HALF,
     HOLE,
     LOOSE,
     REFUSED,
@@ -225,10 +226,8 @@ class Model(Processes):
             hit = flight.leg.p_epoch == epoch and flight.leg.d_rank == rank and flight.generation <= generation
             if not hit or (pages and not set(flight.destination) <= set(pages)):
                 posts.append(post)
-            elif post & 3 == FLYING:
+            elif post & 3 != LOOSE:
                 posts.append((post & ~3) | REFUSED)
-            elif post & 3 == REFUSED:
-                posts.append(post)
         return Move(move.event, (*move.state[:3], tuple(sorted(posts)), *move.state[4:]), None, True)
 
     def _verify(self, state: State, rank: int, side: DecodeSide, tid: TransferId, placed: frozenset[Any]) -> Move:
@@ -288,7 +287,9 @@ class Model(Processes):
             if i and posts[i - 1] == post:
                 continue
             kind = post & 3
-            if kind == FLYING:
+            if kind == FLYING and self.world.halves:
+                yield self._half(state, i)
+            if kind in (FLYING, HALF):
                 yield self._ended(state, i, Outcome.PLACED)
                 if self._left(budgets, "failed"):
                     yield self._ended(state, i, Outcome.FAILED_CLEAN, "failed")
@@ -296,6 +297,20 @@ class Model(Processes):
                     yield self._ended(state, i, Outcome.UNKNOWN, "unknown")
             elif kind == REFUSED:
                 yield self._ended(state, i, Outcome.FAILED_CLEAN)
+
+    def _half(self, state: State, i: int) -> Move:
+        """Half of every page of it is where it belongs, and the rest may never come."""
+        decodes, prefills, net, posts, placed, budgets = state
+        flight = self.flights[posts[i] >> 2]
+        after = tuple(sorted([*posts[:i], *posts[i + 1 :], (posts[i] & ~3) | HALF]))
+        tags = [(*tag, "half") for tag in self._tags(flight)]
+        placed = self._still_watched(placed.union(tags), decodes)
+        return Move(("half", posts[i]), (decodes, prefills, net, after, placed, budgets))
+
+    @staticmethod
+    def _tags(flight: Any) -> list[tuple[Any, ...]]:
+        leg = flight.leg
+        return [(leg.d_rank, leg.tid, leg.p_rank, flight.first + k) for k in range(len(flight.destination))]
 
     def _ended(self, state: State, i: int, outcome: Outcome, spend: str | None = None) -> Move:
         decodes, prefills, net, posts, placed, budgets = state
@@ -306,8 +321,8 @@ class Model(Processes):
         if outcome is Outcome.UNKNOWN:
             rest = tuple(sorted([*rest, (post & ~3) | LOOSE]))
         if outcome is Outcome.PLACED:
-            tags = [(leg.d_rank, leg.tid, leg.p_rank, flight.first + k) for k in range(len(flight.destination))]
-            placed = self._still_watched(placed.union(tags), decodes)
+            tags = self._tags(flight)
+            placed = self._still_watched(placed.difference((*tag, "half") for tag in tags).union(tags), decodes)
         before = (decodes, prefills, net, rest, placed, budgets)
         return self._apply(before, len(decodes) + leg.p_rank, ("ended", leg, flight.first, outcome), spend)
 
@@ -345,7 +360,7 @@ class Model(Processes):
                 for post in posts:
                     if self.flights[post >> 2].leg.p_epoch != epoch or post & 3 == LOOSE:
                         left.append(post)
-                    elif post & 3 == FLYING:
+                    elif post & 3 != REFUSED:
                         left.append((post & ~3) | LOOSE)  # its bytes are in the network, nobody counts them now
                 fresh = self._intern(PrefillSide(world, epoch + 1, rank, self.views[decodes[0]].epoch))
                 new = (*prefills[:rank], fresh, *prefills[rank + 1 :])

@@ -38,7 +38,8 @@ BUDGETS = (
     "short",
     "mispaired",
 )
-FLYING, REFUSED, LOOSE = 0, 1, 2  # no outcome yet; refused by a fence; ended UNKNOWN or orphaned, may still land
+# no outcome yet; refused by a fence; ended UNKNOWN or orphaned, may still land; no outcome yet, half of it is there
+FLYING, REFUSED, LOOSE, HALF = 0, 1, 2, 3
 
 
 class Flight(NamedTuple):

@@ -15,7 +15,18 @@ from quiesce.core.machine import Post
 from quiesce.core.messages import Abort, Failed, Leg, Offer, Ping, Request, TransferId
 from quiesce.core.proofs import Borrowing
 from quiesce.lab.checker.model import Model, Move
-from quiesce.lab.checker.processes import COVERED, FLYING, FOREIGN, LOOSE, READABLE, REFUSED, SOURCE, State, View
+from quiesce.lab.checker.processes import (
+    COVERED,
+    FLYING,
+    FOREIGN,
+    HALF,
+    LOOSE,
+    READABLE,
+    REFUSED,
+    SOURCE,
+    State,
+    View,
+)
 from quiesce.lab.checker.pull_sides import ReadingSide, SourceSide
 from quiesce.lab.checker.ranks import RanksModel
 from quiesce.lab.worlds import World
@@ -92,12 +103,14 @@ class PullModel(Model):
             dead = self._source(prefills, read.leg) is None
             if kind == REFUSED:
                 yield self._ended(state, i, Outcome.FAILED_CLEAN)
-            if kind != FLYING:
+            if kind not in (FLYING, HALF):
                 continue
             if read.taken is None:
                 if not dead or self.world.successor:
                     yield self._take(state, i)
             else:
+                if kind == FLYING and self.world.halves:
+                    yield self._half(state, i)
                 yield self._ended(state, i, Outcome.PLACED)
             if dead or self._left(budgets, "failed"):
                 yield self._ended(state, i, Outcome.FAILED_CLEAN, None if dead else "failed")
@@ -124,8 +137,9 @@ class PullModel(Model):
             rest = tuple(sorted([*rest, (posts[i] & ~3) | LOOSE]))
         if outcome is Outcome.PLACED:
             right = [k for k, mine in enumerate(read.taken or ()) if mine]
+            halves = ((*tag, "half") for tag in self._tags(read))
             tags = [(leg.d_rank, leg.tid, leg.p_rank, read.first + k) for k in right]
-            placed = self._still_watched(placed.union(tags), decodes)
+            placed = self._still_watched(placed.difference(halves).union(tags), decodes)
         before = (decodes, prefills, net, rest, placed, budgets)
         return self._apply(before, leg.d_rank, ("ended", leg, read.first, outcome), spend)
 

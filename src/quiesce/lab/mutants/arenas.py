@@ -9,6 +9,7 @@ from quiesce.lab.worlds import World
 TWO = World("two", "two requests, one page", pool=1, late=True)
 THREE = World("three", "three requests, one page", requests=(1, 1, 1), pool=1, late=True)
 CHUNKS = World("chunks", "two requests of two chunks, posted one by one", requests=(2, 2), window=1, late=True)
+HALVES = World("halves", "half of a page lands first", requests=(1,), pool=1, halves=True)
 WIDE = World("wide", "two requests of two chunks, posted together", requests=(2, 2), window=2, failed=1, late=True)
 RANKS = World("ranks", "two prefill ranks, two requests, one page", prefills=2, pool=1, late=True)
 RANKS_FAIL = World("ranks fail", "two prefill ranks, one fails", prefills=2, pool=1, fault=1, late=True)

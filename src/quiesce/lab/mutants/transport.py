@@ -6,7 +6,7 @@ from typing import Any
 
 from quiesce.core.borrower import Outcome
 from quiesce.lab.checker.model import Model
-from quiesce.lab.checker.processes import FLYING, LOOSE, REFUSED
+from quiesce.lab.checker.processes import FLYING, HALF, LOOSE, REFUSED
 from quiesce.lab.mutants import arenas
 from quiesce.lab.mutants.patch import mutant
 
@@ -39,6 +39,15 @@ def siblings(self: Model, state: Any, i: int, outcome: Any, spend: Any = None) -
         return move
     posts = tuple(sorted([*move.state[3], (state[3][i] & ~3) | LOOSE]))
     return move._replace(state=(*move.state[:3], posts, *move.state[4:]))
+
+
+@mutant("placed: half", "L3", "a post that says PLACED with half of it there", arenas.HALVES, (Model, "_ended"))
+def half(self: Model, state: Any, i: int, outcome: Any, spend: Any = None) -> Any:
+    move = real_ended(self, state, i, outcome, spend)
+    if state[3][i] & 3 != HALF or outcome is not Outcome.PLACED or move.state is None:
+        return move
+    posts = tuple(sorted([*move.state[3], (state[3][i] & ~3) | LOOSE]))
+    return move._replace(state=(*move.state[:3], posts, move.state[4] & state[4], move.state[5]))
 
 
 @mutant("placement", "A14", "placement by address, not by epoch", arenas.CRASH_D, (Model, "_bound"))
