@@ -414,6 +414,16 @@ DEEP: tuple[World, ...] = (
     ),
     World("pull pings two", "closed sets, lost answers", sources=1, failed=1, pings=2, own_fence=True, pull=True),
     World(
+        "pull ranks two",
+        "two prefill ranks to read from, two requests for one page, a failed read, a fence",
+        pool=1,
+        sources=1,
+        prefills=2,
+        failed=1,
+        fence=True,
+        pull=True,
+    ),
+    World(
         "ranks unknown",
         "two prefill ranks, an UNKNOWN post, a failed one, a fence",
         prefills=2,
