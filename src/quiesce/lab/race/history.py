@@ -86,7 +86,7 @@ def history(notes: Sequence[Note], began: float, ended: float) -> History:
             writes.append(Write(touched[0].tid if touched else "", note.pages, note.at))
         elif note.event in ("landed", "refused"):
             _land(writes, pages, note)
-        if note.event in ("owned", "ended", "returned") or (note.event == "closed" and note.detail):
+        if note.event in ("asked", "owned", "ended", "returned") or (note.event == "closed" and note.detail):
             moments.append((note.at, note.tid, f"{note.event} {note.detail}".strip()))
     for page in pages.values():
         page.becomes("", "", ended)

@@ -38,7 +38,8 @@ class Journal:
 @dataclass(frozen=True)
 class Note:
     """One line: `event` is owned, grown, lent, closed, ended, retained, returned (the lender's ledger) or posted,
-    released, landed, refused (the other side's posts, which know no transfer); `pages` are the lender's."""
+    released, landed, refused (the other side's posts, which know no transfer), or asked (the victim has arrived);
+    `pages` are the lender's."""
 
     at: float
     event: str

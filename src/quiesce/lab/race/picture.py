@@ -19,6 +19,7 @@ ROWS = 260  # px of all pages of one panel
 HEAD, FOOT, GAP = 118, 96, 26  # px above and below a panel's rows, and between panels
 LEGEND = 84
 LABEL_LINES = 4
+BEFORE = 0.25  # how much is seen of what was before the first write, of all that is seen after it
 SHOWN = 104  # characters of an answer
 
 INK = {
@@ -82,6 +83,8 @@ class _Panel:
         self.first, self.last = min(numbers, default=0), max(numbers, default=0)
         last = max((s.end for band in self.history.bands for s in band.stretches), default=run.ended)
         start = min((s.start for band in self.history.bands for s in band.stretches), default=run.began)
+        posted = next((write.posted for write in self.history.writes), start)
+        start = max(start, posted - BEFORE * (last - posted))
         margin = 0.04 * (last - start)
         self.start, self.end = start - margin, last + margin
 
@@ -141,7 +144,10 @@ class _Panel:
         inset = 0.5 if height > 3 else 0.0
         shapes = []
         for stretch in band.stretches:
-            x, width = self.x(stretch.start), self.x(stretch.end) - self.x(stretch.start)
+            x = max(float(LEFT), self.x(stretch.start))
+            width = self.x(stretch.end) - x
+            if width < 0:
+                continue  # before what is shown
             state = "held" if stretch.state == "retained" else stretch.state
             shapes.append(
                 f'<rect class="{self.who(stretch.tid) or "other"} {state}" x="{x:.1f}" y="{y + inset:.1f}" '
@@ -169,7 +175,9 @@ class _Panel:
         told: list[tuple[float, str, str]] = []
         for at, tid, what in self.history.moments:
             who = self.who(tid)
-            if who == "A" and what == "ended":
+            if what == "asked":
+                told.append((at, "B asks", ""))
+            elif who == "A" and what == "ended":
                 told.append((at, "A is cut", ""))
             elif who == "A" and what.startswith("closed"):
                 told.append((at, f"proof: {what.split()[1]}", "good"))

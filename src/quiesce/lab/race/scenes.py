@@ -20,7 +20,10 @@ from quiesce.roles.ownership import runs_of, shown
 
 COUNTED = 30  # tokens of the victim before the donor's write is let go: `1, 2, 3, ... 10`
 ANSWER = 56  # tokens of the victim's answer
-HELD = 0.1  # seconds for which safe mode keeps the write back once the victim waits, so that the picture shows it
+FIRST_HELD, HELD = (
+    0.8,
+    0.1,
+)  # seconds for which the first safe run, which is drawn, and the others keep a victim waiting
 DONOR_LINES = 40  # repeats of the secret: about 430 slots
 SOON = 2.0  # seconds of a hold timeout that is to run out
 
@@ -49,7 +52,7 @@ class OnePair(Scene):
         began = time.monotonic()
         cut = donor_cut(stage, stage.chat(self.donor), 8, began)
         lent = stage.pages_of("lent", began)
-        victim = stage.ask(stage.chat(self.victim), stage.prefills[-1], self.tokens)
+        victim = stage.ask_as_victim(stage.chat(self.victim), self.tokens)
         stage.until(lambda: _owned(stage, began, 2) or (safe and stage.waiting()), "B to have pages or wait")
         taken = stage.pages_of("owned", began) if _owned(stage, began, 2) else ()
         overlap = set(taken) & set(lent)
@@ -142,7 +145,7 @@ def counting_victim(
 ) -> Run:
     """The victim counts, or waits (`patient`: it counts, however long it has to wait before); the donor's write is
     let go in the middle of it, and the victim goes on when that is over."""
-    victim = stage.ask(stage.chat(scene.victim), stage.prefills[-1], scene.tokens)
+    victim = stage.ask_as_victim(stage.chat(scene.victim), scene.tokens)
 
     def stuck() -> bool:
         return safe and not patient and stage.waiting()
@@ -182,7 +185,7 @@ def donor_cut(stage: Stage, prompt: Sequence[int], tokens: int, began: float, ro
 
 def _let_go(stage: Stage, safe: bool) -> None:
     if safe:
-        stage.cluster.until_time(HELD)
+        stage.cluster.until_time(HELD if stage.runs else FIRST_HELD)
     stage.gate.unlink()
 
 

@@ -165,6 +165,11 @@ class Stage:
         sampling = Sampling(max_tokens=tokens, ignore_eos=True, temperature=0.0)
         return self.cluster.start(prompt, sampling, (prefill, DECODE), deadline=300.0, room=room)
 
+    def ask_as_victim(self, prompt: Sequence[int], tokens: int) -> LabRequest:
+        """Who gets, or waits for, the donor's pages; marked in the picture."""
+        Journal(self.ledger).note("asked", None, ())
+        return self.ask(prompt, self.prefills[-1], tokens)
+
     def baseline(self, prompt: Sequence[int], tokens: int) -> list[int]:
         """The answer on this cluster while nobody else is there."""
         request = self.ask(prompt, self.prefills[-1], tokens)
