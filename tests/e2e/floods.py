@@ -6,6 +6,7 @@ Run as a program it is `make soak-router`: the full size, with the figures that 
 from __future__ import annotations
 
 import contextlib
+import re
 import resource
 import secrets
 import socket
@@ -31,6 +32,7 @@ GROWTH = 50  # MiB that a process may gain
 OPEN_AT_ONCE = 200  # half-open connections that one attacker keeps
 CONTEXT = 2048
 EVICTED = "quiesce:router_http_heads_evicted_total"
+INVALID = "quiesce:router_http_requests_invalid_total"
 HEADLESS = 600  # 512 may wait for a request; a few are late
 
 
@@ -75,6 +77,33 @@ def half_handshake() -> bytes:
 
 def garbage() -> bytes:
     return secrets.token_bytes(64)
+
+
+def no_requests(serve: Product, count: int) -> None:
+    """Garbage at the HTTP port."""
+    for _ in range(count):
+        with socket.create_connection(("127.0.0.1", serve.port), 5.0) as raw, contextlib.suppress(OSError):
+            raw.sendall(b"\x16\x03\x01" + garbage())
+            raw.recv(4096)
+
+
+def strangers_at_the_mover(serve: Product, count: int) -> None:
+    """Garbage at the transfer engine's own socket."""
+    (path,) = (path for path in run_dir(serve).iterdir() if re.fullmatch(r"m\w+\.sock", path.name))
+    for _ in range(count):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw, contextlib.suppress(OSError):
+            raw.connect(str(path))
+            raw.sendall(garbage())
+
+
+def all_told(serve: Product, before: dict[str, float], strangers: int) -> bool:
+    """Every control socket has counted so many that never became a peer's."""
+    failed: Counter[str] = Counter()
+    for name, value in serve.metrics().items():
+        if "handshakes_failed" in name:
+            where = re.search(r'worker="([^"]+)"', name)
+            failed[where[1] if where else "router"] += int(value - before.get(name, 0))
+    return len(failed) == len(control_sockets(serve)) and min(failed.values()) >= strangers
 
 
 def half_requests(serve: Product, count: int) -> None:
@@ -195,11 +224,21 @@ def flood(serve: Product, rooms: int, connections: int, requests: int) -> dict[s
             for path in control_sockets(serve):
                 strangers(path, connections, half_handshake)
                 strangers(path, connections, garbage)
+            no_requests(serve, connections)
+            strangers_at_the_mover(serve, connections)
             half_requests(serve, requests)
             assert serve.ask([30, 31, 32]) == right
         assert not steady.errors, steady.errors
+    until(lambda: all_told(serve, counted, 2 * connections), 20, "every stranger to be counted")
     now = serve.metrics()
-    kinds = ("handshakes_failed", "connections_total", "http_heads", "malformed")
+    kinds = (
+        "handshakes_failed",
+        "connections_total",
+        "http_heads",
+        "requests_invalid",
+        "malformed",
+        "attach_refused",
+    )
     names = [name for name in now if any(kind in name for kind in kinds)]
     return {
         "seconds": round(time.monotonic() - began, 1),

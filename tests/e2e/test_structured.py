@@ -181,6 +181,8 @@ def test_any_object_stop_strings_and_min_tokens(serve: Product) -> None:
         ({"ebnf": "root ::= ("}, "is not a grammar"),
         ({"guided_json": "{"}, "is not JSON"),
         ({"regex": "a" * 300_000}, "at most 262144"),
+        ({"regex": "a{1000000}"}, "too complex"),
+        ({"ebnf": "start: start"}, "too complex"),
     ],
 )
 def test_what_cannot_be_done_is_a_400_that_names_it_and_reaches_no_worker(
@@ -191,6 +193,20 @@ def test_what_cannot_be_done_is_a_400_that_names_it_and_reaches_no_worker(
     assert answer.status_code == 400 and says in answer.json()["error"]["message"], answer.text
     assert answer.json()["error"]["param"]
     assert {name: state["legs_started"] for name, state in serve.ledger().items()} == before
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_scenario_d44_grammars_that_meet_a_limit_in_the_middle_are_their_clients_fault(
+    serve: Product, stream: bool
+) -> None:
+    for number in range(8):
+        wish = {"guided_grammar": "start: /a/ start", "prompt": [20 + number], "max_tokens": 30, "stream": stream}
+        answer = serve.http.post("/v1/completions", json={"model": serve.name} | wish)
+        assert "too complex" in answer.text and "[DONE]" not in answer.text, answer.text
+        assert answer.status_code == 400 or stream
+    assert serve.metrics()["quiesce:router_breakers_opened_total"] == 0
+    assert serve.ask([30, 31], 4)
+    serve.check_idle(serve.boot)
 
 
 def test_many_at_once_and_idle_afterwards(serve: Product) -> None:

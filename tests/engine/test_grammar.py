@@ -12,7 +12,7 @@ from quiesce.core.messages import Sampling
 from quiesce.engine.batch import Row
 from quiesce.engine.engine import Engine
 from quiesce.engine.errors import EngineError
-from quiesce.engine.grammar import KEPT, MAX_GRAMMAR, GrammarError, Grammars
+from quiesce.engine.grammar import KEPT, MAX_GRAMMAR, GrammarError, Grammars, TooComplexError
 from quiesce.engine.local import LocalEngine
 from quiesce.engine.penalties import penalised
 from quiesce.engine.sampler import check_sampling
@@ -102,6 +102,17 @@ def test_what_cannot_be_compiled_says_why(engine: Engine, folder: Path, tmp_path
         Grammars(folder, 512, ()).begin(regex("Q"))
     with pytest.raises(GrammarError, match="tokenizer"):
         Grammars(tmp_path, 512, (2,)).begin(regex("Q"))
+
+
+def test_what_meets_a_limit_says_so_at_once_or_in_the_middle(engine: Engine) -> None:
+    for text in ("a{1000000}", "(((((((((a){10}){10}){10}){10}){10}){10}){10}){10}){10}"):
+        with pytest.raises(TooComplexError, match="too complex"):
+            engine.grammars.begin(regex(text))
+    endless = engine.grammars.begin(LLMatcher.grammar_from_lark("start: /Q/ start"))
+    answer: list[int] = []
+    with pytest.raises(TooComplexError, match="too complex"):
+        while len(answer) < 100:
+            answer.append(ids(endless.allowed(answer, 0))[-1])
 
 
 def test_compiled_grammars_are_kept_within_a_bound(folder: Path) -> None:

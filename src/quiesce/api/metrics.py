@@ -112,8 +112,7 @@ class _Scrape(Collector):
         self._workers, self._counters, self._legs = workers, counters, legs
 
     def collect(self) -> Iterable[Metric]:
-        for name, value in sorted(self._counters.items()):
-            yield CounterMetricFamily(f"quiesce:router_{name}", f"Router: {name.replace('_', ' ')}.", value=value)
+        yield from _of_router(self._counters)
         legs = GaugeMetricFamily("quiesce:router_legs", "Legs a worker has not ended yet.", labels=["worker"])
         for name, count in sorted(self._legs.items()):
             legs.add_metric([name], count)
@@ -127,6 +126,18 @@ class _Scrape(Collector):
                     _add(families, name, sample)
         yield up
         yield from families.values()
+
+
+def _of_router(counters: Mapping[str, int]) -> Iterable[Metric]:
+    """A name may have a kind behind a colon."""
+    families: dict[str, CounterMetricFamily] = {}
+    for each, value in sorted(counters.items()):
+        name, _, kind = each.partition(":")
+        text = f"Router: {name.replace('_', ' ')}."
+        labels = ["kind"] if kind else []
+        family = families.setdefault(name, CounterMetricFamily(f"quiesce:router_{name}", text, labels=labels))
+        family.add_metric([kind] if kind else [], value)
+    return families.values()
 
 
 def _add(families: dict[str, Metric], worker: str, sample: Sample) -> None:

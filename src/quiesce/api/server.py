@@ -54,7 +54,14 @@ def make_app(front: Front) -> Starlette:
         Route("/debug/ledger", pages.ledger),
     ]
     guard = [Middleware(Guard, access=front.access, refused=front.metrics.not_let_in)]
-    return Starlette(routes=routes, middleware=guard, exception_handlers=ERRORS)
+    return without_redirects(Starlette(routes=routes, middleware=guard, exception_handlers=ERRORS))
+
+
+def without_redirects(app: Starlette) -> Starlette:
+    """A path with a slash too many is unknown: a redirection would name the host and scheme that the client sent, and
+    not every client repeats its body."""
+    app.router.redirect_slashes = False
+    return app
 
 
 class Pages:

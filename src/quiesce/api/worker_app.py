@@ -20,7 +20,7 @@ from quiesce.api.generate import Front, Generate
 from quiesce.api.guard import KEY, Guard
 from quiesce.api.pages import Model, Models
 from quiesce.api.parse import decode
-from quiesce.api.server import ERRORS, PROBE_SECONDS
+from quiesce.api.server import ERRORS, PROBE_SECONDS, without_redirects
 from quiesce.api.sglang import GenerateEvents, GenerateShape, parse_chat_leg, parse_completion_leg, parse_generate
 from quiesce.api.shapes import ChatShape, CompletionShape
 from quiesce.api.stream import text_events
@@ -67,11 +67,8 @@ def make_worker_app(front: Front, port: Port) -> Starlette:
         Route("/flush_cache", pages.flush_cache, methods=["GET", "POST"]),
         Route("/abort_request", pages.abort, methods=["POST"]),
     ]
-    return Starlette(
-        routes=routes,
-        middleware=[Middleware(Guard, access=front.access, refused=front.metrics.not_let_in)],
-        exception_handlers=ERRORS,
-    )
+    guard = [Middleware(Guard, access=front.access, refused=front.metrics.not_let_in)]
+    return without_redirects(Starlette(routes=routes, middleware=guard, exception_handlers=ERRORS))
 
 
 class WorkerPages:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import zmq
 import zmq.asyncio
 
-from quiesce.channel.frames import ARRIVALS, Counts, Framing, LinkEvent, LinkState, Received, watch
+from quiesce.channel.frames import ARRIVALS, MONITOR_AT_ONCE, Counts, Framing, LinkEvent, LinkState, Received, watch
 from quiesce.channel.keys import KeyPair
 from quiesce.channel.options import configure_link, configure_listener, remove_socket_file
 from quiesce.core.messages import Codec, Wire
@@ -87,12 +87,15 @@ class AsyncListener(_AsyncEnd):
         return self._send(self.socket, [to], message)
 
     async def receive(self, limit: int = 256) -> list[Received]:
-        """Waits for at least one message and returns what has arrived, at most `limit`."""
+        """Waits for at least one message and returns what has arrived, at most `limit`. Gives way to others first."""
+        await asyncio.sleep(0)
         return await self._receive(self.socket, limit, self._framing.from_peer)
 
     async def _watch(self) -> None:
         while True:
-            self.counts.arrival(await self._monitor.recv_multipart())
+            for _ in range(MONITOR_AT_ONCE):
+                self.counts.arrival(await self._monitor.recv_multipart())
+            await asyncio.sleep(0)  # a message that is there does not make `await` give way
 
     @property
     def counts(self) -> Counts:
@@ -166,7 +169,8 @@ class AsyncLink(_AsyncEnd):
         return self._send(self.socket, [], message)
 
     async def receive(self, limit: int = 256) -> list[Wire]:
-        """Waits for at least one message and returns what has arrived, at most `limit`."""
+        """Waits for at least one message and returns what has arrived, at most `limit`. Gives way to others first."""
+        await asyncio.sleep(0)
         return await self._receive(self.socket, limit, self._framing.from_server)
 
     def close(self) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -28,28 +31,68 @@ class LinkEvent(Enum):
     DOWN = "down"  # the peer closed, died, is not there, or either side refused the other's key
 
 
+KINDS = ("key", "half", "protocol", "foreign")
+FAILED: dict[int, str] = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "key",  # not on the ring
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "half",  # it stopped half way, or said nothing
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "protocol",  # it broke the handshake's rules, or has another key for us
+}
+ARRIVALS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+for failure in FAILED:
+    ARRIVALS |= failure
+MONITOR_HIGH_WATER = 50_000  # events; ZeroMQ's own thread waits when there are more
+MONITOR_AT_ONCE = 1024
+SETTLED = 7.0  # seconds after which a connection is a peer's or never will be: a handshake has five
+
+
+class Arrivals:
+    """Connections to a listener, of whoever it may be, and what became of them. Of one that speaks another protocol
+    altogether ZeroMQ says only that it came: it counts as `foreign` once it can be nothing else any more."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self.accepted = self.peers = self._settled = 0
+        self._failed = dict.fromkeys(KINDS, 0)
+        self._recent: deque[tuple[int, int]] = deque()  # a second, and how many had come by its end
+
+    def take(self, event: int) -> None:
+        """What a listener's monitor says."""
+        if event == zmq.EVENT_ACCEPTED:
+            self._settle()
+            self.accepted += 1
+            second = int(self._now())
+            if self._recent and self._recent[-1][0] == second:
+                self._recent.pop()
+            self._recent.append((second, self.accepted))
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.peers += 1
+        else:
+            self._failed[FAILED[event]] += 1
+
+    def _settle(self) -> None:
+        while self._recent and self._recent[0][0] + 1 + SETTLED <= self._now():
+            self._settled = self._recent.popleft()[1]
+
+    def failed(self) -> dict[str, int]:
+        """By kind, those that never became a peer's."""
+        self._settle()
+        told = sum(count for kind, count in self._failed.items() if kind != "foreign")
+        self._failed["foreign"] = max(self._failed["foreign"], self._settled - self.peers - told)
+        return dict(self._failed)
+
+
 @dataclass
 class Counts:
     """What one end lost; all of it is expected and repeated by the protocol, so it is counted and not raised."""
 
     dropped: int = 0  # sends refused: no such peer, peer not connected, its queue full, message too large
     malformed: int = 0  # received, not a message
-    accepted: int = 0  # connections of whoever it may be
-    handshakes_failed: int = 0  # of those: a key that is not known, or a handshake that stopped half way
+    misplaced: int = 0  # a message, and not for us to hear from that peer
+    arrivals: Arrivals = field(default_factory=Arrivals)
 
     def arrival(self, frames: list[bytes]) -> None:
         """Counts what a listener's monitor says."""
-        if parse_monitor_message(frames)["event"] == zmq.EVENT_ACCEPTED:
-            self.accepted += 1
-        else:
-            self.handshakes_failed += 1
-
-
-HANDSHAKE_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
-ARRIVALS = HANDSHAKE_FAILED | zmq.EVENT_ACCEPTED
-MONITOR_HIGH_WATER = 50_000  # events; ZeroMQ's own thread waits when there are more
+        self.arrivals.take(parse_monitor_message(frames)["event"])
 
 
 def watch(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], events: int) -> None:

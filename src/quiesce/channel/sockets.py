@@ -1,7 +1,7 @@
 """The two ends of a control conversation for a loop that polls: a listener (ROUTER) and links to it (DEALER).
 
 Sends never block and may be lost; the protocol above repeats. Every queue is bounded, nothing lingers.
-One thread owns an end. Hand `.socket` (and `.monitor` of a link) to a `zmq.Poller`.
+One thread owns an end. Hand `.socket` and `.monitor` to a `zmq.Poller`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import zmq
 
 from quiesce.channel.frames import (
     ARRIVALS,
-    MONITOR_HIGH_WATER,
+    MONITOR_AT_ONCE,
     Counts,
     Framing,
     LinkEvent,
@@ -78,8 +78,8 @@ class Listener(_End):
         super().__init__(codec)
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER, socket_class=zmq.Socket)
         configure_listener(self.socket, keys)
-        self._monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR, socket_class=zmq.Socket)
-        watch(self.socket, self._monitor, ARRIVALS)
+        self.monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR, socket_class=zmq.Socket)
+        watch(self.socket, self.monitor, ARRIVALS)
         try:
             self.socket.bind(bind)
         except zmq.ZMQError:
@@ -94,9 +94,7 @@ class Listener(_End):
     def receive(self, limit: int = 256) -> list[Received]:
         """What has arrived, at most `limit` messages; never waits."""
         counts = self._framing.counts
-        self._drain(
-            self._monitor, MONITOR_HIGH_WATER, lambda frames: counts.arrival([frame.bytes for frame in frames])
-        )
+        self._drain(self.monitor, MONITOR_AT_ONCE, lambda frames: counts.arrival([frame.bytes for frame in frames]))
         return self._drain(self.socket, limit, self._framing.from_peer)
 
     @property
@@ -112,7 +110,7 @@ class Listener(_End):
 
     def _close(self, linger_ms: int) -> None:
         self.socket.disable_monitor()
-        self._monitor.close(linger=0)
+        self.monitor.close(linger=0)
         self.socket.close(linger=linger_ms)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from quiesce.engine.context import context_of
 from quiesce.engine.errors import EngineError
 from quiesce.engine.rope import Rope, read_rope
 
@@ -109,8 +110,7 @@ def read_config(folder: Path) -> ModelConfig:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        # folders that had yarn added to them often still name the context from before
-        context_length=max(context, int(rope.original_context * rope.factor)) if rope.kind == "yarn" else context,
+        context_length=context_of(raw) or context,
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         rope=rope,
         tied=bool(raw.get("tie_word_embeddings", False)),

@@ -20,11 +20,22 @@ MAX_GRAMMAR = 256 << 10  # bytes of one grammar as it travels; the library bound
 KEPT = 32  # compiled grammars
 # The library's own limits are wider. With these no step of the engine waits for a mask much longer than 30 ms, and a
 # compiled grammar has at most some 10 MB; errors do not quote the answer.
-LIMITS = LLParserLimits(step_max_items=8_000, step_lexer_fuel=50_000, max_lexer_states=10_000, verbose_errors=False)
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=200_000,  # under a second to compile, as one that compiles keeps the others waiting
+    step_max_items=8_000,
+    step_lexer_fuel=50_000,
+    max_lexer_states=10_000,
+    verbose_errors=False,
+)
+AT_A_LIMIT = ("too many", "too big", "fuel", "limit")  # how the library says that one of them was met
 
 
 class GrammarError(EngineError):
     """A grammar that cannot be used, or an answer that has left it. The text names what is wrong."""
+
+
+class TooComplexError(GrammarError):
+    """The grammar meets one of the limits, at once or in the middle of an answer: its client is to blame."""
 
 
 class Progress:
@@ -39,7 +50,7 @@ class Progress:
         """bool [vocabulary]: what may follow `history`, of which the tokens behind `prompt_tokens` are the answer.
 
         At the end of the grammar these are the tokens that end an answer. Asked again about the same tokens it
-        says the same. Raises GrammarError when the answer is not of the grammar, or the grammar is too complex.
+        says the same. Raises GrammarError when the answer is not of the grammar, TooComplexError at a limit.
         """
         answered = len(history) - prompt_tokens
         if answered < self._taken:
@@ -47,11 +58,9 @@ class Progress:
             self._taken = 0
         fresh = list(history[prompt_tokens + self._taken :])
         if fresh and not self._matcher.consume_tokens(fresh):
-            raise GrammarError(f"the answer has left its grammar: {_short(self._matcher.get_error())}")
+            raise _fault(self._matcher, "the answer has left its grammar")
         self._taken = answered
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        if self._matcher.is_error():
-            raise GrammarError(f"the grammar is too complex: {_short(self._matcher.get_error())}")
+        bits = _mask(self._matcher)
         return np.unpackbits(bits, count=self._vocabulary, bitorder="little").view(np.bool_)
 
 
@@ -88,12 +97,10 @@ class Grammars:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise GrammarError(_short(matcher.get_error()))
-        first = matcher.deep_copy()
-        mask = np.frombuffer(first.compute_bitmask(), np.uint8)
-        if first.is_error():
-            raise GrammarError(f"the grammar is too complex: {_short(first.get_error())}")
+        mask = _mask(matcher.deep_copy())
         if not mask.any():
             raise GrammarError("no token of this model can begin an answer of this grammar")
+        _mask(matcher.deep_copy())  # some meet a limit at the second time only: copies share what they have built
         return matcher
 
     def _load(self) -> LLTokenizer:
@@ -104,6 +111,21 @@ class Grammars:
             return LLTokenizer(source, n_vocab=self._vocabulary, eos_token=self._eos)
         except Exception as error:  # the library raises whatever its parsers raise
             raise GrammarError(f"the model's tokenizer cannot be used for grammars: {_short(str(error))}") from error
+
+
+def _mask(matcher: LLMatcher) -> np.ndarray:
+    """uint8, a bit for each token."""
+    mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    if matcher.is_error():
+        raise TooComplexError(f"the grammar is too complex: {_short(matcher.get_error())}")
+    return mask
+
+
+def _fault(matcher: LLMatcher, otherwise: str) -> GrammarError:
+    said = _short(matcher.get_error())
+    if any(word in said.lower() for word in AT_A_LIMIT):
+        return TooComplexError(f"the grammar is too complex: {said}")
+    return GrammarError(f"{otherwise}: {said}")
 
 
 def _short(text: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from quiesce.api.access import read_keys
 from quiesce.core.admission import refuse_pool
+from quiesce.engine.context import context_of
 from quiesce.options import ClusterOptions, EngineOptions, HandOffOptions, SizeOptions
 from quiesce.options_router import RoutingOptions
 from quiesce.roles.settings import SettingsError
@@ -41,12 +42,12 @@ def check_routing(routing: RoutingOptions, hand_off: HandOffOptions) -> None:
 def check_model(folder: Path, sizes: SizeOptions, engine: EngineOptions, workers: int) -> None:
     """The sizes against each other, the model and this machine (guard D3). Raises SettingsError."""
     config = _config(folder)
-    own = config.get("max_position_embeddings")
-    if sizes.context_length is not None and isinstance(own, int) and sizes.context_length > own:
+    own = context_of(config)
+    if sizes.context_length is not None and own is not None and sizes.context_length > own:
         raise SettingsError(f"--context-length is {sizes.context_length} but the model's own limit is {own} tokens.")
     context = sizes.context_length or own
     pool = sizes.max_total_tokens // sizes.page_size * sizes.page_size
-    if isinstance(context, int) and (refusal := refuse_pool(context, pool, "KV")) is not None:
+    if context is not None and (refusal := refuse_pool(context, pool, "KV")) is not None:
         raise SettingsError(refusal[0].upper() + refusal[1:])
     if engine.device == "cpu":
         _check_memory(config, pool, engine, workers)

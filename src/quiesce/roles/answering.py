@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from abc import abstractmethod
 from collections import deque
 from typing import Any, Literal
@@ -14,9 +13,8 @@ from quiesce.roles.generation import Generation, Owner
 from quiesce.roles.legs import WorkerLeg
 from quiesce.roles.sequence import Outcome, Sequence
 from quiesce.roles.settings import WorkerSettings
+from quiesce.roles.steps import failure
 from quiesce.roles.worker import Worker
-
-log = logging.getLogger("quiesce.answering")
 
 
 class AnsweringWorker(Worker):
@@ -68,9 +66,7 @@ class AnsweringWorker(Worker):
         self.generation.retract(sequence)
 
     def step_failed(self, sequence: Sequence, error: Exception) -> None:
-        ids = {"rid": sequence.rid, "transfer": str(sequence.tid)}
-        log.error("it failed in the engine", exc_info=error, extra=ids)
-        self.give_up(self.generation.by_tid[sequence.tid], "failed", 500, f"the engine failed: {error}")
+        self.give_up(self.generation.by_tid[sequence.tid], "failed", *failure(sequence, error))
 
     def rid_of(self, tid: TransferId) -> str | None:
         leg = self.generation.by_tid.get(tid)

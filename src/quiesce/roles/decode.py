@@ -28,6 +28,7 @@ from quiesce.roles.proving import check_transport
 from quiesce.roles.report import generation_samples, lender_samples
 from quiesce.roles.revoking import Revoking
 from quiesce.roles.settings import WorkerSettings
+from quiesce.roles.timers import AT_ONCE
 from quiesce.transfer.interface import Transport
 
 log = logging.getLogger("quiesce.decode")
@@ -153,7 +154,10 @@ class DecodeWorker(AnsweringWorker):
         """Offers in order of arrival. Who waits for a peer lets others pass; who waits for pages does not."""
         self.peers.forget_hopeless({leg.start.prefill.epoch for leg in self.waiting if leg.start.prefill})
         self.generation.resume()
+        moved = len(self.waiting)
         for leg in sorted(self.waiting, key=lambda leg: leg.start.priority):
+            if moved - len(self.waiting) >= AT_ONCE:
+                return self.timers.soon()
             address = leg.start.prefill
             if address is None:
                 if not self.begin_local(leg):

@@ -42,6 +42,7 @@ from quiesce.roles.report import Standing, prefill_samples
 from quiesce.roles.sequence import Sequence
 from quiesce.roles.settings import WorkerSettings
 from quiesce.roles.siblings import Siblings
+from quiesce.roles.steps import failure
 from quiesce.roles.worker import Worker
 from quiesce.transfer.interface import Transport
 
@@ -263,12 +264,9 @@ class PrefillWorker(Worker):
         raise AssertionError(f"{sequence.tid}: a prompt has all its pages from the start")
 
     def step_failed(self, sequence: Sequence, error: Exception) -> None:
-        log.error(
-            "it failed in the engine", exc_info=error, extra={"rid": sequence.rid, "transfer": str(sequence.tid)}
-        )
         job = self.by_tid[sequence.tid]
         assert job.request is not None
-        self.give_up(job.request, "failed", 500, f"the engine failed: {error}")
+        self.give_up(job.request, "failed", *failure(sequence, error))
 
     # ------------------------------------------------------------ the machine
 
@@ -347,6 +345,7 @@ class PrefillWorker(Worker):
             return
         speaker = self.peers.speaker(received)
         if speaker is None:
+            self.listener.counts.misplaced += 1  # no session, or none any more
             return
         if isinstance(received.message, Await):
             self.turns.asked(speaker, received.message.room)

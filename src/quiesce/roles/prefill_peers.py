@@ -19,7 +19,7 @@ log = logging.getLogger("quiesce.sessions")
 
 HELLO_FIRST, HELLO_MOST = 0.1, 2.0  # seconds between repeats of HELLO
 UNREACHABLE = 3.0  # seconds in which a new peer must be reached; one that is there and silent has the hold timeout
-INBOX_ROUNDS = 32  # of 256 messages: more than the channel's queues hold; a peer that sends on and on has to wait
+PAUSE, INBOX_ROUNDS = 1.0, 32  # away for so long: more than the channel's queues hold is heard, before any timer
 MAX_PEERS = 256  # links, those that lead nowhere included
 
 
@@ -83,6 +83,7 @@ class PrefillPeers:
         self._ends = ends
         self._patience = patience
         self.peers: dict[int, PrefillPeer] = {}
+        self._turned = time.monotonic()
 
     def reach(self, address: Address) -> PrefillPeer:
         """Raises NoLink for an address that means nothing, and when there are too many links already."""
@@ -134,8 +135,10 @@ class PrefillPeers:
         """(messages with the epoch that spoke them, epochs whose process has gone)."""
         heard: list[tuple[int, Wire]] = []
         lost: list[int] = []
+        before, self._turned = self._turned, time.monotonic()
+        rounds = INBOX_ROUNDS if self._turned - before > PAUSE else 1
         for epoch, peer in list(self.peers.items()):
-            for _ in range(INBOX_ROUNDS):
+            for _ in range(rounds):
                 messages = peer.link.receive()
                 if not messages:
                     break

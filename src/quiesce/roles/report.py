@@ -87,7 +87,7 @@ def record(worker: Worker, leg: WorkerLeg, ended: Ended) -> None:
 
 def worker_samples(worker: Worker) -> list[Sample]:
     """Of every role."""
-    ledger, legs, batch, arrivals = worker.ledger, worker.legs, worker.batch, worker.listener.counts
+    ledger, legs, batch, arrivals = worker.ledger, worker.legs, worker.batch, worker.listener.counts.arrivals
     census = ledger.census()
     return [
         *(gauge("kv_pages", "KV pages by state", getattr(census, state), state=state) for state in PAGES),
@@ -122,8 +122,16 @@ def worker_samples(worker: Worker) -> list[Sample]:
         counter("engine_steps_total", "Steps the engine has made", worker.thread.steps),
         counter("faults_total", "Unexpected errors that were logged and survived", worker.fault_count),
         counter("connections_total", "Connections to the control socket, of whoever it may be", arrivals.accepted),
-        counter("handshakes_failed_total", "Of those: that never became a peer's", arrivals.handshakes_failed),
+        *(
+            counter("handshakes_failed_total", "Of those: that never became a peer's", count, kind=kind)
+            for kind, count in arrivals.failed().items()
+        ),
         counter("messages_malformed_total", "Frames from peers and router that were no message", worker.malformed),
+        counter(
+            "messages_misplaced_total",
+            "Messages that were not the sender's to say, or not for this role",
+            worker.listener.counts.misplaced,
+        ),
         gauge(
             "transport_unproven",
             "1: the transport cannot prove that what was posted has ended",

@@ -19,7 +19,7 @@ def state_of(worker: Worker) -> dict[str, Any]:
         "legs": len(worker.legs),
         "running": len(worker.batch),
         "timers": len(worker.timers),
-        "threads": worker.threads(),
+        "threads": len(os.listdir("/proc/self/task")),
         "fds": len(os.listdir("/proc/self/fd")),
         "steps": worker.thread.steps,
         "prompt_tokens_computed": worker.steps.prompt_tokens_computed,

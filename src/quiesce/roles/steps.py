@@ -6,6 +6,7 @@ ended in the middle of a step gives nothing back before the step is over (guard 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,8 +14,11 @@ from quiesce.core.admission import pages_for
 from quiesce.core.ledger import Ledger
 from quiesce.core.proofs import LeaseKey, Proof, ProofKind
 from quiesce.engine.engine import Result
+from quiesce.engine.grammar import TooComplexError
 from quiesce.roles.engine_thread import EngineThread
 from quiesce.roles.sequence import Batch, Sequence
+
+log = logging.getLogger("quiesce.steps")
 
 
 @dataclass(frozen=True)
@@ -86,3 +90,11 @@ class Steps:
             sequence.computed += count
             self.tell.computed(sequence, end.results[index])
         return True
+
+
+def failure(sequence: Sequence, error: Exception) -> tuple[int, str]:
+    """Status and reason of a member whose step failed. A grammar that met its limits is its client's mistake."""
+    if isinstance(error, TooComplexError):
+        return 400, f"its grammar: {error}"
+    log.error("it failed in the engine", exc_info=error, extra={"rid": sequence.rid, "transfer": str(sequence.tid)})
+    return 500, f"the engine failed: {error}"

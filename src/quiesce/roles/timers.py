@@ -15,6 +15,7 @@ REPEAT_FIRST = 0.05
 REPEAT_MOST = 2.0
 REFENCE_FIRST = 0.5
 REFENCE_MOST = 30.0
+AT_ONCE = 64  # of one kind of work in one turn of a worker's loop; the rest has the next turn
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,10 @@ class Timers:
         self._live[name] = self._count
         heapq.heappush(self._heap, (self._now() + seconds, self._count, name, payload))
 
+    def soon(self) -> None:
+        """The next turn comes at once: this one has left something."""
+        self.after(0.0, "soon", lambda: None)
+
     def cancel(self, name: Hashable) -> None:
         self._live.pop(name, None)
         if len(self._heap) > 64 + 2 * len(self._live):
@@ -62,11 +67,11 @@ class Timers:
         for timer in Timer:
             self.cancel((timer, about))
 
-    def due(self) -> list[object]:
-        """What has fired since the last call, in order."""
-        fired = []
+    def due(self, most: int = AT_ONCE) -> list[object]:
+        """What has fired since the last call, in order; what is more than `most` has to wait for the next call."""
+        fired: list[object] = []
         now = self._now()
-        while self._heap and self._heap[0][0] <= now:
+        while self._heap and self._heap[0][0] <= now and len(fired) < most:
             _, count, name, payload = heapq.heappop(self._heap)
             if self._live.get(name) == count:
                 del self._live[name]

@@ -1,15 +1,16 @@
 """What every worker is: one loop that owns the ledger, the machines and the sockets, and an engine thread beside it.
 
 A turn of the loop: empty the inbox, then fire timers (after a pause the answers that waited come first), collect the
-engine step that ended, start the next one. Nothing in it blocks.
+engine step that ended, start the next one. Nothing in it blocks, and each part of it is bounded: whoever sends more
+than we can do waits longer, running answers do not.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import signal
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -50,13 +51,15 @@ from quiesce.roles.sequence import Batch, Sequence
 from quiesce.roles.settings import WorkerSettings
 from quiesce.roles.state import identity, state_of
 from quiesce.roles.steps import Listeners, Steps
-from quiesce.roles.timers import Delays, Timers
+from quiesce.roles.timers import AT_ONCE, Delays, Timers
 from quiesce.transfer.interface import Capabilities
 
 log = logging.getLogger("quiesce.worker")
 
 LONGEST_WAIT = 0.25  # seconds a turn may sleep
-INBOX = 0.1  # seconds of a turn for messages while there are ever more of them
+INBOX = 0.03  # seconds of a turn for messages while there are ever more of them
+PART = 0.03  # seconds after which the engine is looked after between two parts of a turn
+SWITCH = 0.001  # seconds until the engine's thread gets the interpreter from a busy loop
 PAUSE, INBOX_AFTER_PAUSE = 1.0, 2.0  # away for so long: what waited is heard first, before any timer
 LONGEST_REASON = 2000  # characters
 LAST_WORDS_MS = 1000  # what was sent before the end still goes out
@@ -113,10 +116,10 @@ class Worker(ABC):
         self.exit_code = 0
         self.used_up: Callable[[], str | None] = lambda: None  # of the transport, where there is one
         self.faults = 0
-        for readable in (self.listener.socket, self.registration.link.socket, self.registration.link.monitor):
+        link = self.registration.link
+        ends = (self.listener.socket, self.listener.monitor, link.socket, link.monitor)
+        for readable in (*ends, self.thread.fileno(), self.compiler.fileno()):
             self.poller.register(readable, zmq.POLLIN)
-        self.poller.register(self.thread.fileno(), zmq.POLLIN)
-        self.poller.register(self.compiler.fileno(), zmq.POLLIN)
         self.timers.after(0.0, "heartbeat", self._heartbeat)
 
     # ------------------------------------------------------------ what a role adds
@@ -149,7 +152,11 @@ class Worker(ABC):
 
     def heard(self, received: Received) -> None:
         """A message from a peer of the hand-off."""
-        log.warning("%s from %r is not for a %s worker", type(received.message).__name__, received.user, self.role)
+        self.misplaced(received, f"not for a {self.role} worker")
+
+    def misplaced(self, received: Received, why: str) -> None:
+        self.listener.counts.misplaced += 1
+        log.warning("%s from %r is %s: ignored", type(received.message).__name__, received.user, why)
 
     def fire(self, payload: object) -> None:
         """A timer of the role's machines."""
@@ -171,6 +178,7 @@ class Worker(ABC):
         """Serves until told to stop. Returns the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._asked_to_stop)
+        sys.setswitchinterval(SWITCH)
         try:
             while not self._finished():
                 self.turn(LONGEST_WAIT)
@@ -183,11 +191,13 @@ class Worker(ABC):
             self._said_draining = True
             self._guarded(self._heartbeat)  # at once, so that nothing more is sent here
         self.poller.poll(math.ceil(self.timers.wait(longest) * 1000))
-        self._guarded(self._receive)
-        self._guarded(self.peers_turn)
-        for payload in self.timers.due():
-            self._guarded(payload) if callable(payload) else self._guarded(self.fire, payload)
-        self._guarded(self._compiled)
+        began = time.monotonic()
+        for part in (self._receive, self.peers_turn, self._fire, self._compiled):
+            self._guarded(part)
+            if time.monotonic() - began > PART:
+                self._guarded(self.steps.collect)
+                self.steps.launch()
+                began = time.monotonic()
         self._guarded(self.steps.collect)
         self._guarded(self.schedule)
         self.steps.launch()
@@ -195,6 +205,10 @@ class Worker(ABC):
             log.error("the router does not read its answers; its legs are cancelled")
             for leg in self.legs.of(router):
                 self.give_up(leg, "cancelled", 499, "the router is gone")
+
+    def _fire(self) -> None:
+        for payload in self.timers.due(AT_ONCE):
+            self._guarded(payload) if callable(payload) else self._guarded(self.fire, payload)
 
     def carry_out(self, actions: Iterable[Action]) -> None:
         """A machine's actions in order, those that come of them behind; one that fails loses none of the others."""
@@ -225,11 +239,11 @@ class Worker(ABC):
     def _receive(self) -> None:
         now = time.monotonic()
         until = now + (INBOX_AFTER_PAUSE if now - self._received > PAUSE else INBOX)
-        while received := self.listener.receive():
+        while received := self.listener.receive(AT_ONCE):
             for item in received:
                 self._guarded(self._dispatch, item)
             if time.monotonic() > until:
-                break  # whoever sends so much must not stop the engine, nor the heartbeat
+                break
         self._received = time.monotonic()
         gone = self.registration.turn()
         if gone is not None:
@@ -245,7 +259,7 @@ class Worker(ABC):
             self.heard(received)
             return
         if received.user != self.settings.registry_public_key:
-            log.warning("%s from a peer that is not the router: ignored", type(message).__name__)
+            self.misplaced(received, "the router's to say")
             return
         if isinstance(message, Start):
             self._start(message, received.sender)
@@ -357,10 +371,6 @@ class Worker(ABC):
         if page is not None:
             return Inspected(seq, [], {**identity(self), **self.ownership.about(page)})
         return Inspected(seq, worker_samples(self) + self.samples(), state_of(self))
-
-    @staticmethod
-    def threads() -> int:
-        return len(os.listdir("/proc/self/task"))
 
     # ------------------------------------------------------------ stopping
 

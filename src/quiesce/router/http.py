@@ -7,6 +7,7 @@ beyond that the oldest of them makes room. Connections with a request or between
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -14,7 +15,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 HEAD_SECONDS = 10.0
 HEAD_BYTES = 64 << 10
 MOST_HEADLESS = 512
-COUNTED = ("heads_late", "heads_evicted", "heads_too_large", "connections_refused")
+COUNTED = ("heads_late", "heads_evicted", "heads_too_large", "requests_invalid", "connections_refused")
+# Nothing here upgrades, so the wish is ignored; the parser would stop before the body that comes with it. Java's
+# client and `curl --http2` ask for h2c so. Nothing gets longer, so that lengths which were announced stay right.
+UPGRADE = re.compile(rb"(?i)\r\nupgrade(?=[ \t]*:)")
 
 
 class Gate:
@@ -55,6 +59,11 @@ class Gate:
     def too_large(self, connection: BoundedHttp) -> None:
         self._end(connection, "heads_too_large")
 
+    def invalid(self, connection: BoundedHttp) -> None:
+        """No HTTP; it has been told so."""
+        self._counts["requests_invalid"] += 1
+        self.head_came(connection)
+
     def _evict(self) -> bool:
         oldest = next(iter(self.headless), None)
         if oldest is not None:
@@ -83,11 +92,17 @@ class BoundedHttp(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.cycle is None or self.cycle.response_complete:
             self.gate.await_head(self)
+            head, end, rest = data.partition(b"\r\n\r\n")
+            data = UPGRADE.sub(b"\r\nx-asked", head) + end + rest
         super().data_received(data)
         if self in self.gate.headless:  # all of it was head
             self._head += len(data)
             if self._head > HEAD_BYTES:
                 self.gate.too_large(self)
+
+    def send_400_response(self, msg: str) -> None:
+        self.gate.invalid(self)
+        super().send_400_response(msg)
 
     def on_headers_complete(self) -> None:
         self.gate.head_came(self)

@@ -84,13 +84,14 @@ class Links:
             link.close()
 
     def counters(self) -> dict[str, int]:
+        arrivals = self._registry.counts.arrivals
         ends = [self._registry, *(link for link, _ in self._links.values())]
         return {
             "malformed_messages": self.malformed + sum(end.malformed for end in ends),
             "refused_keys": self._authenticator.refused,
             "registrations_misnamed": self.strangers,
-            "connections": self._registry.counts.accepted,
-            "handshakes_failed": self._registry.counts.handshakes_failed,
+            "connections": arrivals.accepted,
+            **{f"handshakes_failed:{kind}": count for kind, count in arrivals.failed().items()},
         }
 
     def close(self) -> None:

@@ -109,7 +109,7 @@ class SimListener:
 
     malformed = dropped = 0
     counts = Counts()
-    socket = None
+    socket = monitor = None
 
     def __init__(self, net: Network, endpoint: str, keys: SimKeys) -> None:
         self.net = net
