@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -36,6 +38,7 @@ from quiesce.roles.pull_reading import PullDecodeWorker
 from quiesce.roles.settings import WorkerSettings
 from quiesce.transfer.interface import Transport
 
+PR_SET_PDEATHSIG = 1
 PAUSE_POLL = 0.002  # seconds
 
 Twin = Literal["", "errors drain", "acks by room", "no limit", "stub", "unchecked reads", "by clock"]
@@ -113,6 +116,7 @@ def stuck(decide: Decide, number: int) -> Decide:
 
 
 def main(path: str) -> int:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # whoever runs the lab may be killed
     spec = msgspec.json.decode(Path(path).read_bytes(), type=Spec)
     settings = settings_from(spec.settings)
     configure_logging(settings.log_level, settings.log_format, settings.name)

@@ -25,6 +25,7 @@ DECODE = "decode-0"
 VICTIM = "Count from 1 to 100, separated by commas."
 SECRET = "The secret word of tenant A is swordfish."
 LOOK = 0.03  # seconds between two questions to decode
+START = 240.0  # seconds for a cluster to be warm
 PATIENCE = 90.0  # seconds for one thing to happen, on a machine that does something else too
 
 
@@ -132,6 +133,14 @@ class Stage:
         return [f"prefill-{number}" for number in range(self.layout.prefills)]
 
     def __enter__(self) -> Stage:
+        try:
+            self._start()
+        except BaseException:
+            self.cluster.close()
+            raise
+        return self
+
+    def _start(self) -> None:
         """In push decode's pages are watched and the donor's writes held; in pull prefill's, and decode's reads."""
         gated, watched = {"gate": str(self.gate), "journal": str(self.posts)}, {"journal": str(self.ledger)}
         pull = self.cluster.common.get("direction") == "pull"
@@ -144,8 +153,7 @@ class Stage:
             faults = donor if number == 0 else Faults()
             self.cluster.spawn("prefill", name, faults, max_total_tokens=self.layout.prefill_pool)
         self.cluster.spawn("decode", DECODE, self._decode, max_total_tokens=self.layout.pool)
-        self.cluster.wait_for(*self.prefills, DECODE, seconds=PATIENCE)
-        return self
+        self.cluster.wait_for(*self.prefills, DECODE, seconds=START)
 
     def __exit__(self, *_: object) -> None:
         self.cluster.close()
