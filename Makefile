@@ -20,7 +20,7 @@ SUITABLE = import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for name in python3 python python3.11 python3.12 python3.13 python3.14; do \
 	if $$name -c '$(SUITABLE)' >/dev/null 2>&1; then command -v $$name; break; fi; done)
 
-.PHONY: help setup serve test quick soak soak-sim soak-router rdma-lab bench bench-transfer bench-core lint format lock clean bench-safety test-long
+.PHONY: help setup serve test quick soak soak-sim soak-router rdma-lab bench bench-peers bench-transfer bench-core lint format lock clean bench-safety test-long
 help: ## show this
 	@awk -F ' ## ' '/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@printf '%s\n' '' \
@@ -86,7 +86,10 @@ soak-sim: $(TESTING) ## simulate fresh seeds for as long as MINUTES says (60)
 rdma-lab: $(TESTING) ## conformance over RDMA verbs, in an emulated machine with soft-RoCE (root, Debian, an hour; ARGS=nixl)
 	@PYTHON=$(abspath $(BIN))/python rdma/lab $(ARGS)
 
-bench: $(TESTING) ## measure the engine beside transformers, start-up and latency (wants a quiet machine)
+bench-peers: $(TESTING) ## install vLLM's CPU build and llama.cpp beside, for the bench (4 GB, ten minutes; ARGS=vllm)
+	@$(BIN)/python -m bench.install $(ARGS)
+
+bench: $(TESTING) ## measure Quiesce beside the peers that are installed (half an hour on a quiet machine; ARGS=--quick)
 	@$(BIN)/python -m bench.run $(ARGS)
 
 bench-transfer: $(TESTING) ## measure shm and tcp against bare loops, page lists and latency (a minute; two cores)

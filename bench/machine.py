@@ -47,3 +47,36 @@ def _commit() -> str:
 
 def _lines(path: str) -> list[str]:
     return Path(path).read_text(encoding="utf-8").splitlines()
+
+
+def core_seconds(group: int) -> float:
+    """CPU time that the living processes of a process group have used, in hundredths of a second."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:  # it ended meanwhile
+            continue
+        if int(fields[2]) == group:
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def workers_of(serve: int) -> dict[str, int]:
+    """Role -> pid of the workers that a `quiesce serve` has started."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rsplit(")", 1)[1].split()[1])
+            words = stat.with_name("cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if parent == serve and words[1:3] == [b"-m", b"quiesce"] and words[3] != b"router":
+            found[words[3].decode()] = int(stat.parent.name)
+    return found
+
+
+def gib_of(pid: int) -> float:
+    """A process's resident memory; pages that it shares with others count in full."""
+    lines = _lines(f"/proc/{pid}/status")
+    return int(next(line.split()[1] for line in lines if line.startswith("VmRSS"))) / 2**20

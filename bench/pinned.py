@@ -5,81 +5,104 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from bench.cases import Case
+from bench.cases import Case, Prompts
+from bench.machine import core_seconds
+from bench.peers import OFFLINE, ONE_THREAD, ROOT, Peer
 from bench.report import Window
 
-DEADLINE = 180.0  # seconds for any one answer; a window takes about one
+DEADLINE = 400.0  # seconds for any one answer; vLLM compiles for a minute or two before its first
 ENOUGH = 0.92  # share of the core below which a window was disturbed and is taken again
-ROOT = Path(__file__).parent.parent
+
+
+class Turns(Protocol):
+    """What `interleave` needs of an engine."""
+
+    name: str
+
+    def window(self, case: Case, prompts: list[list[int]]) -> Window: ...
 
 
 class Pinned:
-    """A subject of bench.offline on `core`. Only the one that was asked runs; the others wait in a read."""
+    """A peer's process group on `core`. Only the one that was asked runs; the others are stopped: some would spin."""
 
-    def __init__(self, subject: str, folder: Path, dtype: str, core: int) -> None:
-        self.subject = subject
-        command = [sys.executable, "-m", "bench.offline", subject, str(folder), dtype, str(core)]
-        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    def __init__(self, peer: Peer, model: Path, dtype: str, core: int) -> None:
+        self.name, self._case = peer.name, ""
+        command = ["taskset", "-c", str(core), str(peer.python), "-m", "bench.offline", peer.module]
+        bound = {"VLLM_CPU_OMP_THREADS_BIND": str(core)} if peer.name == "vllm" else {}
         self._process = subprocess.Popen(
-            command,
+            [*command, str(model), dtype, *peer.options],
             cwd=ROOT,
-            env=os.environ
-            | one_thread
-            | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"},
+            env=os.environ | ONE_THREAD | OFFLINE | peer.environment | bound,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
+            start_new_session=True,
         )
 
     def __enter__(self) -> Pinned:
-        self.answer()  # loaded
+        self._answer()  # loaded
+        self._signal(signal.SIGSTOP)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._process.kill()
+        self._signal(signal.SIGKILL)
         self._process.communicate()
 
-    def ask(self, **request: object) -> dict[str, Any]:
+    def window(self, case: Case, prompts: list[list[int]]) -> Window:
+        self._signal(signal.SIGCONT)
+        try:
+            self._ask({"kind": case.kind, "prompts": prompts, "steps": case.steps})
+            before = core_seconds(self._process.pid)
+            reply = self._ask({})
+            cpu = core_seconds(self._process.pid) - before
+        finally:
+            self._signal(signal.SIGSTOP)
+        tokens = reply["tokens"]
+        count = case.prompt if case.kind == "prefill" else sum(map(len, tokens))
+        return Window(count, reply["wall"], cpu, tokens)
+
+    def _ask(self, request: dict[str, object]) -> dict[str, Any]:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        return self.answer()
+        return self._answer()
 
-    def answer(self) -> dict[str, Any]:
+    def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], DEADLINE)
         line = self._process.stdout.readline() if ready else ""
         if not line:
             what = "ended" if ready else f"gave no answer within {DEADLINE:.0f} s"
-            raise RuntimeError(f"the {self.subject} process {what}; its own messages are above")
+            raise RuntimeError(f"the {self.name} process {what}; its own messages are above")
         return dict(json.loads(line))
 
-    def window(self, case: Case) -> Window:
-        reply = self.ask(do="window", case=case.name)
-        return Window(case.tokens, reply["wall"], reply["cpu"], reply["tokens"])
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, number)
 
 
-def interleave(subjects: list[Pinned], case: Case, rounds: int) -> dict[str, list[Window]]:
+def interleave(subjects: Sequence[Turns], case: Case, prompts: Prompts, rounds: int) -> dict[str, list[Window]]:
     """`rounds` windows of each subject, in turn, after one of each that is not counted.
 
     A window that was disturbed is taken once more while the case's allowance lasts, and the less disturbed stays.
     """
     for subject in subjects:
-        subject.ask(do="prepare", case=case.name)
-        subject.window(case)
-    taken: dict[str, list[Window]] = {subject.subject: [] for subject in subjects}
+        subject.window(case, prompts.of(case, 0))
+    taken: dict[str, list[Window]] = {subject.name: [] for subject in subjects}
     allowance = rounds
-    for number in range(rounds):
-        for subject in subjects if number % 2 == 0 else subjects[::-1]:
-            window = subject.window(case)
+    for number in range(1, rounds + 1):
+        for subject in subjects if number % 2 else subjects[::-1]:
+            window = subject.window(case, prompts.of(case, number))
             if window.core_share < ENOUGH and allowance:
                 allowance -= 1
-                window = max(window, subject.window(case), key=lambda one: one.core_share)
-            taken[subject.subject].append(window)
+                again = subject.window(case, prompts.of(case, number))
+                window = max(window, again, key=lambda one: one.core_share)
+            taken[subject.name].append(window)
     return taken

@@ -1,4 +1,4 @@
-"""The whole bench: engines, start-up, HTTP, table, JSON, verdict. `python -m bench.run --help`."""
+"""The whole bench: Quiesce beside the peers that are installed, start-up, HTTP; table, plot, JSON, verdict."""
 
 from __future__ import annotations
 
@@ -7,92 +7,156 @@ import datetime
 import json
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench import machine, report, startup
-from bench.cases import CASES
-from bench.limits import Limits, ceiling
+from bench import goals, machine, peers, plot, report, serving, startup
+from bench.cases import CASES, Prompts, chosen
+from bench.limits import ceiling, measured
 from bench.pinned import ENOUGH, Pinned, interleave
 from quiesce.engine.config import read_config
 from quiesce.models.registry import DEFAULT, resolve
 
 RESULTS = Path(__file__).parent / "results"
+PARTS = ("engines", "start", "http")
+INT8_BYTES = 1.01  # of a weight, scales included
 
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make bench ARGS=...", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds: a look, not a figure to quote")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="WHAT",
+        help=f"this part or case, more than once for several: {', '.join([*PARTS, *(case.name for case in CASES)])}",
+    )
+    parser.add_argument(
+        "--peer", action="append", choices=[*peers.ALL], help="only beside these (default: all that are installed)"
+    )
+    parser.add_argument("--into", type=Path, help="add to, and replace in, the results of this JSON file")
     parser.add_argument("--model", default=DEFAULT, help="known name, folder or hub id (default %(default)s)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), action="append", help="only this one")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="core for all engines")
-    parser.add_argument("--only", choices=("engines", "serving"), help="leave the other part, and its goals, out")
-    return parser.parse_args()
+    wanted = parser.parse_args()
+    if unknown := set(wanted.only) - {*PARTS, *(case.name for case in CASES)}:
+        parser.error(f"there is no {', '.join(sorted(unknown))} to measure")
+    return wanted
 
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def engines(folder: Path, dtype: str, core: int, rounds: int) -> tuple[Limits, list[report.Compared]]:
-    """All cases in one dtype, both engines loaded and taking turns on one core."""
-    config = read_config(folder)
-    with Pinned("limits", folder, dtype, core) as limits_process:
-        limits = Limits(**limits_process.ask())
-    compared = []
-    with Pinned("quiesce", folder, dtype, core) as ours, Pinned("transformers", folder, dtype, core) as theirs:
-        for case in CASES:
-            say(f"measuring {case.name}, {dtype}, {rounds} rounds in turn on core {core}")
-            windows = interleave([ours, theirs], case, rounds)
-            top = ceiling(case, config, dtype, limits)
-            compared.append(report.compare(case.name, dtype, windows, ceiling=top, enough=ENOUGH))
-    return limits, compared
+def available(wanted: argparse.Namespace) -> list[str]:
+    """Peers that can take part; says who cannot, and why."""
+    found = []
+    for name, peer in peers.ALL.items():
+        if wanted.peer and name not in wanted.peer and not name.startswith("quiesce"):
+            continue
+        if not peer.installed:
+            say(f"{name} is left out: it is not installed (make bench-peers)")
+        elif peer.weights and (wanted.model != DEFAULT or wanted.dtype != "bfloat16"):
+            say(f"{name} is left out: its weights are of {DEFAULT} in bfloat16")
+        else:
+            found.append(name)
+    return found
+
+
+def engines(wanted: argparse.Namespace, folder: Path, names: list[str], result: dict[str, Any]) -> None:
+    """The wanted cases, all engines loaded and taking turns on one core."""
+    only = [name for name in wanted.only if name not in PARTS]
+    cases = chosen(only, names)
+    config, prompts = read_config(folder), Prompts(folder)
+    limits = measured(wanted.core, wanted.dtype, config)
+    result["limits"] = limits
+    with ExitStack() as stack:
+        opened: dict[str, Pinned] = {}
+        for name in [name for name in names if any(name in case.rivals for case in cases)]:
+            say(f"loading {name}")
+            peer = peers.ALL[name]
+            model = peers.GGUF[peer.weights] if peer.weights else folder
+            opened[name] = stack.enter_context(Pinned(peer, model, wanted.dtype, wanted.core))
+        for case in cases:
+            rounds = 3 if wanted.quick else 5 if case.kind == "requests" or case.prompt > 4096 else 9
+            say(f"measuring {case.name}, {wanted.dtype}, {rounds} rounds in turn on core {wanted.core}")
+            windows = interleave([opened[name] for name in case.rivals], case, prompts, rounds)
+            weight = INT8_BYTES if "quiesce int8" in case.rivals else None
+            top = ceiling(case, config, wanted.dtype, limits, weight)
+            result["engines"][case.name] = report.compare(
+                case.name, wanted.dtype, windows, ceiling=top, enough=ENOUGH
+            )
+
+
+def earlier(path: Path | None) -> dict[str, Any]:
+    """The results so far of `--into`, or none."""
+    found = json.loads(path.read_text()) if path and path.exists() else {}
+    return {
+        "runs": found.get("runs", []),
+        "limits": found.get("limits"),
+        "engines": {name: report.compared_of(one) for name, one in found.get("engines", {}).items()},
+        "first_answer_s": report.Spread(**found["first_answer_s"]) if found.get("first_answer_s") else None,
+        "idle_gib": found.get("idle_gib", {}),
+        "serving": report.serving_of(found.get("serving", {})),
+    }
 
 
 def main() -> int:
     wanted = options()
-    warnings = [text for text in [machine.noise("before the bench")] if text]
-    for text in warnings:
-        say(f"warning: {text}")
-    folder = resolve(wanted.model)
-    rounds, starts, requests = (3, 1, 3) if wanted.quick else (9, 3, 9)
-    result: dict[str, Any] = {
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": machine.describe(),
-        "quick": wanted.quick,
-        "core": wanted.core,
-        "limits": {},
-    }
-    compared: list[report.Compared] = []
-    first: report.Spread | None = None
-    if wanted.only != "serving":
-        for dtype in wanted.dtype or ["bfloat16", "float32"]:
-            result["limits"][dtype], more = engines(folder, dtype, wanted.core, rounds)
-            compared += more
-        print(report.engines_table(compared), end="\n\n")
-    if wanted.only != "engines":
-        say(f"starting quiesce serve {starts} times, then one client to each way of serving")
-        first = startup.first_answers(wanted.model, starts)
-        result["serving"] = startup.latencies(wanted.model, requests)
-        print(report.serving_table(result["serving"]))
-        print(f"seconds from `quiesce serve` to the first answer: {first.text(1)}", end="\n\n")
-    warnings += report.doubts(compared)
-    goals = report.goals(compared, first)
-    result |= {"engines": compared, "first_answer_s": first, "goals": goals, "warnings": warnings}
-    result["load_average_after"] = os.getloadavg()[0]
-    print(f"details: {write(result)}")
-    for text in warnings:
-        print(f"warning: {text}")
-    for goal in goals:
+    noise = machine.noise("before the bench")
+    folder, names = resolve(wanted.model), available(wanted)
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    result = earlier(wanted.into)
+    result["runs"].append(
+        {"time": now, "machine": machine.describe(), "argv": sys.argv[1:], "core": wanted.core, "noise": noise}
+    )
+    parts = [part for part in PARTS if not wanted.only or part in wanted.only]
+    if "engines" in parts or set(wanted.only) - set(PARTS):
+        engines(wanted, folder, names, result)
+    if "start" in parts:
+        say("starting quiesce serve")
+        result["first_answer_s"], result["idle_gib"] = startup.first_answers(wanted.model, 1 if wanted.quick else 3)
+    if "http" in parts:
+        makers = serving.ways(wanted.model, folder, wanted.dtype, names)
+        result["serving"] |= serving.measure(makers, Prompts(folder), 2 if wanted.quick else 5, say)
+    path = wanted.into or RESULTS / f"{now.replace(':', '').removesuffix('+0000')}.json"
+    return conclude(result, path)
+
+
+def conclude(result: dict[str, Any], path: Path) -> int:
+    """Tables, files, warnings, and the verdict last."""
+    order = [case.name for case in CASES]
+    compared = sorted(result["engines"].values(), key=lambda one: order.index(one.case))
+    verdict = [
+        *goals.speed(compared),
+        *goals.served(result["serving"]),
+        *goals.started(result["first_answer_s"], result["idle_gib"]),
+    ]
+    warnings = [run["noise"] for run in result["runs"][-1:] if run["noise"]] + report.doubts(compared)
+    tables = []
+    if compared:
+        tables.append(report.engines_table(compared))
+    if result["serving"]:
+        tables.append(report.serving_table(result["serving"]))
+    if result["first_answer_s"]:
+        tables.append(f"seconds from `quiesce serve` to the first answer: {result['first_answer_s'].text(1)}")
+    text = "\n\n".join(tables)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report.as_json(result | {"verdict": verdict}), indent=1) + "\n", encoding="utf-8")
+    path.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
+    print(text, end="\n\n")
+    if plot.draw(compared, result["serving"], path.with_suffix(".svg")):
+        print(f"plot: {path.with_suffix('.svg')}")
+    else:
+        print("no plot: matplotlib is not installed (pip install 'quiesce[plot]')")
+    print(f"details: {path}")
+    for line in warnings:
+        print(f"warning: {line}")
+    for goal in verdict:
         print(goal.text())
-    return 0 if all(goal.met for goal in goals) else 1
-
-
-def write(result: dict[str, Any]) -> Path:
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{result['time'].replace(':', '').removesuffix('+0000')}.json"
-    path.write_text(json.dumps(report.as_json(result), indent=1) + "\n", encoding="utf-8")
-    return path
+    return 0 if all(goal.met for goal in verdict) else 1
 
 
 if __name__ == "__main__":

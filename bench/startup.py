@@ -1,8 +1,7 @@
-"""`quiesce serve` as a user meets it: from the command to the first answer, then one client's latencies."""
+"""`quiesce serve` as a user meets it: from the command to the first answer, and the memory its idle workers take."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -10,28 +9,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
-from pathlib import Path
 from typing import IO
 
 import httpx
 
-from bench.cases import TEXT
+from bench.machine import gib_of, workers_of
 from bench.report import Spread, spread
 
 DEADLINE = 120.0  # seconds to the first answer
 DRAIN = 30.0
 PAUSE = 0.05  # between knocks at a port that is not open yet
-ANSWER = 64  # tokens
-WAYS: dict[str, list[str]] = {"prefill and decode": [], "colocated": ["--colocated"]}
-
-
-@dataclass(frozen=True)
-class Timed:
-    """Milliseconds: to the first token, and for each further one."""
-
-    ttft: float
-    tpot: float
 
 
 class Serve:
@@ -40,14 +27,18 @@ class Serve:
     def __init__(self, model: str, flags: list[str]) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self._model, self._log = model, _log()
-        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30.0)
-        command = [str(Path(sys.executable).with_name("quiesce")), "serve", model, "--port", str(port), *flags]
+            self.port = int(probe.getsockname()[1])
+        self._model, self._log = model, log_file()
+        self._client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30.0)
+        command = [sys.executable, "-m", "quiesce", "serve", model, "--port", str(self.port), *flags]
         self._begun = time.perf_counter()
         self._process = subprocess.Popen(
             command, stdout=self._log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
         )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def __enter__(self) -> Serve:
         return self
@@ -81,28 +72,6 @@ class Serve:
             time.sleep(PAUSE)
         raise RuntimeError(f"quiesce serve gave no answer within {DEADLINE:.0f} s:\n{self._said()}")
 
-    def stream(self, number: int) -> Timed:
-        """One answer of ANSWER tokens to a prompt that no earlier request shared."""
-        body = self._chat(f"{number}. {TEXT} Tell me more about the keeper.", ANSWER)
-        body |= {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
-        begun, first, last, tokens = time.perf_counter(), 0.0, 0.0, 0
-        with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
-            if response.status_code != 200:
-                raise RuntimeError(f"quiesce serve answered {response.status_code}: {response.read().decode()}")
-            for line in response.iter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                if event.get("error"):
-                    raise RuntimeError(f"quiesce serve failed in the middle of an answer: {event['error']}")
-                if event["choices"] and event["choices"][0]["delta"].get("content"):
-                    last = time.perf_counter()
-                    first = first or last
-                tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
-        if tokens < 2:
-            raise RuntimeError(f"quiesce serve streamed {tokens} tokens; its usage says so, {ANSWER} were asked for")
-        return Timed((first - begun) * 1e3, (last - first) * 1e3 / (tokens - 1))
-
     def _chat(self, text: str, tokens: int) -> dict[str, object]:
         messages = [{"role": "user", "content": text}]
         return {"model": self._model, "messages": messages, "max_tokens": tokens, "temperature": 0}
@@ -112,26 +81,15 @@ class Serve:
         return self._log.read()[-4000:]
 
 
-def first_answers(model: str, starts: int) -> Spread:
-    """Seconds to the first answer over `starts` whole starts and ends."""
-    seconds = []
+def first_answers(model: str, starts: int) -> tuple[Spread, dict[str, float]]:
+    """Over `starts` whole starts and ends: seconds to the first answer; of the last, GiB of each idle worker."""
+    seconds, idle = [], {}
     for _ in range(starts):
         with Serve(model, []) as serve:
             seconds.append(serve.first_answer())
-    return spread(seconds)
+            idle = {role: gib_of(pid) for role, pid in workers_of(serve.pid).items()}
+    return spread(seconds), idle
 
 
-def latencies(model: str, requests: int) -> dict[str, dict[str, Spread]]:
-    """For each way of serving: one client, one request after the other, the first not counted."""
-    found = {}
-    for way, flags in WAYS.items():
-        with Serve(model, flags) as serve:
-            serve.first_answer()
-            serve.stream(0)
-            timed = [serve.stream(number) for number in range(1, requests + 1)]
-        found[way] = {"TTFT ms": spread([t.ttft for t in timed]), "TPOT ms": spread([t.tpot for t in timed])}
-    return found
-
-
-def _log() -> IO[str]:
+def log_file() -> IO[str]:
     return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")

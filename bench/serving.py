@@ -1,0 +1,220 @@
+"""Served over HTTP: Quiesce colocated and over PD, and vLLM over PD with its NixlConnector, on the same cores.
+
+All are started first, then take their bursts turn by turn. vLLM's processes are stopped while others are measured:
+idle, they spin.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+
+from bench import load
+from bench.cases import OUT, Prompts
+from bench.load import Timed
+from bench.machine import workers_of
+from bench.peers import OFFLINE, ONE_THREAD, ROOT, VLLM
+from bench.report import Spread
+from bench.startup import Serve, log_file
+
+LEVELS = (1, 8, 32)
+READY = 300.0  # seconds; vLLM compiles
+PREFILL_CORE, DECODE_CORE = 0, 1
+LIBRARIES = ("libtcmalloc_minimal.so.4",)  # what vLLM recommends to preload, where it is installed
+
+
+class Way(AbstractContextManager["Way"], Protocol):
+    name: str
+
+    async def ask(self, prompt: list[int], tokens: int) -> Timed: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+
+
+class QuiesceWay:
+    """`quiesce serve`, its workers each on a core; the router and this client run where there is room."""
+
+    def __init__(self, name: str, model: str, flags: list[str]) -> None:
+        self.name, self._model = name, model
+        self._serve = Serve(model, flags)
+
+    def __enter__(self) -> QuiesceWay:
+        self._serve.first_answer()
+        for role, pid in workers_of(self._serve.pid).items():
+            core = PREFILL_CORE if role == "prefill" else DECODE_CORE
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                os.sched_setaffinity(int(task.name), {core})
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._serve.__exit__()
+
+    def pause(self) -> None:
+        """Idle, its processes sleep."""
+
+    def resume(self) -> None:
+        pass
+
+    async def ask(self, prompt: list[int], tokens: int) -> Timed:
+        begun = time.perf_counter()
+        body = load.completion(self._model, prompt, tokens)
+        return load.timed(await load.post(self._serve.port, "/v1/completions", body), begun)
+
+
+class VllmWay:
+    """vLLM's api_server twice, as producer and consumer of NixlConnector. This client does the router's part."""
+
+    name = "vLLM PD"
+    LEFT: dict[str, object] = dict.fromkeys(
+        ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"), None
+    )
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        self._folder, self._log = str(folder), log_file()
+        self._ports = [_free_port(), _free_port()]
+        roles = (("kv_producer", PREFILL_CORE), ("kv_consumer", DECODE_CORE))
+        self._processes = [
+            self._start(port, role, core, dtype) for port, (role, core) in zip(self._ports, roles, strict=True)
+        ]
+
+    def _start(self, port: int, role: str, core: int, dtype: str) -> subprocess.Popen[bytes]:
+        transfer = (
+            f'{{"kv_connector":"NixlConnector","kv_role":"{role}","kv_buffer_device":"cpu","engine_id":"{role}"}}'
+        )
+        command = ["taskset", "-c", str(core), str(VLLM), "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", self._folder, "--served-model-name", "m", "--dtype", dtype, "--port", str(port)]
+        command += ["--host", "127.0.0.1", "--max-model-len", "8192", "--max-num-seqs", "64"]
+        command += ["--kv-transfer-config", transfer, "--disable-uvicorn-access-log"]
+        environment = {
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_OMP_THREADS_BIND": str(core),
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_port()),
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_NO_USAGE_STATS": "1",
+            "LD_PRELOAD": _preloaded(),
+        }
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | ONE_THREAD | OFFLINE | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> VllmWay:
+        for port, process in zip(self._ports, self._processes, strict=True):
+            self._wait(port, process)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGCONT)
+                process.terminate()
+        for process in self._processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        self._log.close()
+
+    def pause(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            os.killpg(process.pid, number)
+
+    def _wait(self, port: int, process: subprocess.Popen[bytes]) -> None:
+        end = time.monotonic() + READY
+        while time.monotonic() < end and process.poll() is None:
+            try:
+                if httpx.get(f"http://127.0.0.1:{port}/health", timeout=5.0).status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.5)
+        self._log.seek(0)
+        raise RuntimeError(f"vLLM's server on port {port} is not ready:\n{self._log.read()[-6000:]}")
+
+    async def ask(self, prompt: list[int], tokens: int) -> Timed:
+        begun = time.perf_counter()
+        wish = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False, **self.LEFT}}
+        prefilled = await load.post(
+            self._ports[0], "/v1/completions", load.completion("m", prompt, 1, stream=False) | wish
+        )
+        handed = {"kv_transfer_params": json.loads(prefilled.text())["kv_transfer_params"]}
+        body = load.completion("m", prompt, tokens) | handed
+        return load.timed(await load.post(self._ports[1], "/v1/completions", body), begun)
+
+
+def ways(model: str, folder: Path, dtype: str, wanted: list[str]) -> dict[str, Callable[[], Way]]:
+    found: dict[str, Callable[[], Way]] = {
+        "Quiesce colocated": lambda: QuiesceWay("Quiesce colocated", model, ["--dtype", dtype, "--colocated"]),
+        "Quiesce PD": lambda: QuiesceWay("Quiesce PD", model, ["--dtype", dtype]),
+    }
+    if "vllm" in wanted and VLLM.exists():
+        found["vLLM PD"] = lambda: VllmWay(folder, dtype)
+    return found
+
+
+def measure(
+    makers: dict[str, Callable[[], Way]], prompts: Prompts, rounds: int, say: Callable[[str], None]
+) -> dict[str, dict[str, dict[str, Spread]]]:
+    """Way -> requests at once -> figures. One burst of each that is not counted comes first."""
+    with ExitStack() as stack:
+        running = []
+        for name, make in makers.items():
+            say(f"starting {name}")
+            way = stack.enter_context(make())
+            way.pause()
+            running.append(way)
+        found: dict[str, dict[str, dict[str, Spread]]] = {way.name: {} for way in running}
+        for level in LEVELS:
+            say(f"{level} at once, {rounds} rounds in turn")
+            bursts = in_turn(running, prompts, level, rounds)
+            for name, taken in bursts.items():
+                found[name][str(level)] = load.figures(taken)
+        return found
+
+
+def in_turn(
+    running: list[Way], prompts: Prompts, level: int, rounds: int
+) -> dict[str, list[tuple[float, list[Timed]]]]:
+    bursts: dict[str, list[tuple[float, list[Timed]]]] = {way.name: [] for way in running}
+    for number in range(rounds + 1):
+        for way in running if number % 2 else running[::-1]:
+            asked = [prompts.one(OUT, 10000 * level + 100 * number + row) for row in range(level)]
+            way.resume()
+            burst = load.burst(way.ask, asked, OUT if number else 8)
+            way.pause()
+            if number:
+                bursts[way.name].append(burst)
+    return bursts
+
+
+def _preloaded() -> str:
+    found = [str(path) for name in LIBRARIES for path in Path("/usr/lib").glob(f"*/{name}")]
+    iomp = Path(VLLM).parents[1] / "lib" / "libiomp5.so"
+    return ":".join([*found, *([str(iomp)] if iomp.exists() else [])])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
