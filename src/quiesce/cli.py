@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
@@ -14,8 +15,7 @@ from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.config import Env, Toml
 
 from quiesce.lab import commands as lab_commands
-from quiesce.lab.plan import options as plan_options
-from quiesce.ops import doctor_command
+from quiesce.ops import doctor_command, keys_command
 from quiesce.options import (
     SUPERVISED,
     ClusterOptions,
@@ -24,13 +24,13 @@ from quiesce.options import (
     HttpOptions,
     ProcessOptions,
     SizeOptions,
-    WorkerWiring,
-    worker_settings,
 )
 from quiesce.options_router import RouterWiring, RoutingOptions, SilenceOptions, router_settings
+from quiesce.options_worker import WorkerWiring, worker_settings
 from quiesce.roles.settings import Role, SettingsError, WorkerSettings
 
 EXIT_REFUSED = 2  # what was asked for cannot be done; nothing was started
+EXIT_UNREAD = 128 + signal.SIGPIPE
 DEFAULT_MODEL = "smollm2"
 
 ROLES = Group("One role each (on several machines, or under your own supervisor)", sort_key=2)
@@ -170,9 +170,13 @@ def colocated(
     return _run_worker(run, settings)
 
 
-app.command(lab_commands.race, sort_key=5)
-app.command(lab_commands.soak, sort_key=8)
 app.command(doctor_command.doctor, sort_key=2)
+app.command(keys_command.app)
+app.command(lab_commands.verify, sort_key=4)
+app.command(lab_commands.race, sort_key=5)
+app.command(lab_commands.plan, sort_key=6)
+app.command(lab_commands.sim, sort_key=8)
+app.command(lab_commands.soak, sort_key=8)
 
 model_app = App(name="model", help="Fetch and list models.", sort_key=3)
 app.command(model_app)
@@ -204,62 +208,6 @@ def list_() -> int:
     return 0
 
 
-@app.command(sort_key=4)
-def verify(
-    *,
-    world: Annotated[str | None, Parameter(help="One world (with --mutants: one mutant) by its name.")] = None,
-    mutants: Annotated[bool, Parameter(negative="", help="Remove one guard at a time; each must be caught.")] = False,
-    deep: Annotated[
-        bool, Parameter(negative="", help="The bigger worlds too, for as long as --seconds allows.")
-    ] = False,
-    seconds: Annotated[
-        float | None, Parameter(help="Stop after so many seconds; the report says what is cut.")
-    ] = None,
-) -> int:
-    """Search every interleaving of the hand-off in small worlds, on the classes that serve.
-
-    Exit code 1 when a rule is broken or a mutant survives.
-
-    Examples
-    --------
-    quiesce verify
-
-    quiesce verify --mutants
-
-    quiesce verify --deep --seconds 3600
-    """
-    from quiesce.lab.verify import run  # noqa: PLC0415  (only the command line sees the lab)
-
-    return run(deep=deep, mutants=mutants, world=world, seconds=seconds)
-
-
-@app.command(sort_key=6)
-def plan(
-    *,
-    workload: plan_options.Workload = plan_options.Workload(),  # noqa: B008  (frozen)
-    cluster: plan_options.Cluster = plan_options.Cluster(),  # noqa: B008
-    holds: plan_options.Holds = plan_options.Holds(),  # noqa: B008
-    output: plan_options.Output = plan_options.Output(),  # noqa: B008
-) -> int:
-    """Size a cluster: what holding pages until proof costs it, in calm and in an abort storm.
-
-    Counts pages request by request: held pages over time, the wait for admission that holds add, how many workers
-    of each role the workload needs, and what a storm of aborts does with answers coming and not coming. It checks
-    itself against `abort rate x hold time x pages per request`.
-
-    Examples
-    --------
-    quiesce plan --rate 20 --prompt lognormal:6909,1.1 --answer exponential:350
-
-    quiesce plan --trace conversation_trace.jsonl --rate 100 --plot held.svg
-
-    quiesce plan --rate 50 --requests 100000 --prefill 1000 --decode 1000 --hold-timeout 10
-    """
-    from quiesce.lab.plan.command import run  # noqa: PLC0415  (only the command line sees the lab)
-
-    return run(workload, cluster, holds, output)
-
-
 @app.command(sort_key=7)
 def conformance(
     engine: Annotated[str, Parameter(help="A transfer engine, e.g. tcp or nixl/cma; or a factory, module:function.")],
@@ -282,41 +230,6 @@ def conformance(
     from quiesce.transfer.conformance.run import command  # noqa: PLC0415
 
     return command(engine, list(check), as_json=json)
-
-
-@app.command(sort_key=8)
-def sim(
-    *,
-    seed: Annotated[int | None, Parameter(help="The first seed; without it seeds are drawn at random.")] = None,
-    minutes: Annotated[float | None, Parameter(help="How long to go on (one minute where nothing is said).")] = None,
-    seeds: Annotated[int | None, Parameter(help="How many seeds.")] = None,
-    requests: Annotated[int, Parameter(help="Requests of each seed.")] = 200,
-    mutant: Annotated[
-        str | None, Parameter(help="Remove one guard, by the name of its mutant, and look for the damage; or `all`.")
-    ] = None,
-    damage: Annotated[
-        bool, Parameter(negative="", help="Report a rule only when bytes are where they must not be, not before.")
-    ] = False,
-) -> int:
-    """Simulate whole clusters on a virtual clock: the code that serves, between modelled networks and engines.
-
-    A seed decides everything: pools, faults, requests. One that breaks a rule is made smaller, told as a story, and
-    can be run again with `--seed`. Exit code 1 when a rule is broken or a mutant survives.
-
-    Examples
-    --------
-    quiesce sim --minutes 5
-
-    quiesce sim --seed 42
-
-    quiesce sim --mutant H11 --damage
-    """
-    from quiesce.lab.sim.command import SimError, run  # noqa: PLC0415  (only the command line sees the lab)
-
-    try:
-        return run(seed=seed, minutes=minutes, seeds=seeds, requests=requests, mutant=mutant, damage=damage)
-    except SimError as error:
-        raise SettingsError(str(error)) from error
 
 
 @app.command(sort_key=9)
@@ -349,7 +262,7 @@ def _worker(
     hand_off: HandOffOptions,
     process: ProcessOptions,
 ) -> WorkerSettings:
-    key = wiring.registry_key.read_text("ascii").strip()
+    key = (wiring.registry_key or wiring.keys / "ring" / "router.pub").read_text("ascii").strip()
     name = _name(model, wiring.served_model_name)
     from quiesce.ops.preflight import check_model  # noqa: PLC0415
 
@@ -385,11 +298,12 @@ def _configured(
     if os.environ.get(SUPERVISED):
         app.config = ()  # the supervisor has read them and passes everything on
     else:
-        app.config = (Env("QUIESCE_", command=False), *_file(config))
+        app.config = (Env("QUIESCE_", command=False), *_file(config, tokens))
     return app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
 
 
-def _file(named: Path | None) -> list[Toml]:
+def _file(named: Path | None, words: Sequence[str]) -> list[Toml]:
+    """The command's table; for `doctor`, which looks at what `serve` would be told, that of `serve` behind it."""
     path = named or Path("quiesce.toml")
     try:
         tomllib.loads(path.read_text("utf-8"))
@@ -399,7 +313,10 @@ def _file(named: Path | None) -> list[Toml]:
         raise SettingsError(f"There is no settings file {named}.") from None
     except (OSError, ValueError) as error:
         raise SettingsError(f"The settings file {path} cannot be read: {error}.") from error
-    return [Toml(path)]
+    files = [Toml(path)]
+    if words[:1] == ("doctor",):
+        files.append(Toml(path, root_keys=("serve",), use_commands_as_keys=False, allow_unknown=False))
+    return files
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -410,6 +327,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         result = app.meta(words, exit_on_error=False, print_error=False, result_action="return_value")
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read has enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_UNREAD
     except CycloptsError as error:
         return _refuse(str(error))
     except (ModelError, SettingsError, OSError) as error:

@@ -20,11 +20,7 @@ from quiesce.roles.settings import (
     NativeLevel,
     Quantization,
     Reserve,
-    Role,
-    SettingsError,
     ToolCallParser,
-    WorkerSettings,
-    new_epoch,
 )
 
 SUPERVISED = "QUIESCE_SUPERVISED"  # set for the children of `serve`: it has read environment and file for them
@@ -97,6 +93,30 @@ class HttpOptions:
             "who reaches the port may ask.",
         ),
     ] = None
+    tls_cert: Annotated[
+        Path | None,
+        Parameter(
+            group=HTTP,
+            help="Certificate for HTTPS, a PEM file. `quiesce keys` makes some; docs/security.md tells how.",
+        ),
+    ] = None
+    tls_key: Annotated[Path | None, Parameter(group=HTTP, help="Its private key, readable by its owner alone.")] = (
+        None
+    )
+    tls_client_ca: Annotated[
+        Path | None,
+        Parameter(
+            group=HTTP,
+            help="Clients must show a certificate of this authority. --tls-cert must be one too: our probes show it.",
+        ),
+    ] = None
+    allow_open_http: Annotated[
+        bool,
+        Parameter(
+            group=HTTP,
+            help="Listen beyond this machine without TLS, or for everybody. Without this it is refused.",
+        ),
+    ] = False
     tool_call_parser: Annotated[
         ToolCallParser,
         Parameter(
@@ -255,6 +275,13 @@ class HandOffOptions:
     transfer_tls_ca: Annotated[
         Path | None, Parameter(group=HAND_OFF, help="The authority that must have signed the other side's.")
     ] = None
+    allow_open_transfer: Annotated[
+        bool,
+        Parameter(
+            group=HAND_OFF,
+            help="Let pages travel to other hosts unencrypted, and with engines that cannot encrypt.",
+        ),
+    ] = False
 
 
 @Parameter(name="*")
@@ -268,29 +295,6 @@ class ProcessOptions:
         LogFormat,
         Parameter(group=PROCESS, help="Log lines on stderr: text for people, json one object a line for machines."),
     ] = "text"
-
-
-@Parameter(name="*")
-@dataclass(frozen=True)
-class WorkerWiring:
-    registry: Annotated[
-        str, Parameter(group=WIRING, help="Where the router takes registrations: tcp://host:port or ipc:///path.")
-    ]
-    registry_key: Annotated[
-        Path, Parameter(group=WIRING, help="File with the router's public key, e.g. keys/ring/router.pub.")
-    ]
-    keys: Annotated[
-        Path, Parameter(group=WIRING, help="Folder with NAME.key and ring/, the public keys that may connect.")
-    ]
-    run_dir: Annotated[Path, Parameter(group=WIRING, help="Private folder for this worker's sockets.")]
-    name: Annotated[str, Parameter(group=WIRING, help="Unique in the cluster.")]
-    served_model_name: Annotated[str | None, Parameter(group=WIRING, help="As the router's.")] = None
-    bind: Annotated[
-        str, Parameter(group=WIRING, help="Control socket, e.g. tcp://10.0.0.5:*. By default a file in --run-dir.")
-    ] = ""
-    epoch: Annotated[
-        str | None, Parameter(group=WIRING, help="64 bits in hex, new for every process. By default drawn.")
-    ] = None
 
 
 def arguments(*groups: Any) -> list[str]:
@@ -307,69 +311,3 @@ def arguments(*groups: Any) -> list[str]:
             else:
                 words.append(f"{flag}={value}")
     return words
-
-
-def worker_settings(
-    role: Role,
-    model: Path,
-    served_model_name: str,
-    registry_public_key: str,
-    wiring: WorkerWiring,
-    sizes: SizeOptions,
-    engine: EngineOptions,
-    hand_off: HandOffOptions,
-    process: ProcessOptions,
-) -> WorkerSettings:
-    """Raises SettingsError."""
-    return WorkerSettings(
-        role=role,
-        name=wiring.name,
-        model=model,
-        served_model_name=served_model_name,
-        registry=wiring.registry,
-        registry_public_key=registry_public_key,
-        keys=wiring.keys,
-        run_dir=wiring.run_dir,
-        bind=wiring.bind,
-        epoch=_epoch(wiring.epoch),
-        device=engine.device,
-        dtype=engine.dtype,
-        deterministic=engine.deterministic,
-        threads=engine.threads,
-        quantization=engine.quantization,
-        native_level=engine.native_level,
-        context_length=sizes.context_length,
-        page_size=sizes.page_size,
-        max_total_tokens=sizes.max_total_tokens,
-        chunked_prefill_size=sizes.chunked_prefill_size,
-        max_running=sizes.max_running_requests,
-        max_queued=sizes.max_queued_requests,
-        schedule_conservativeness=sizes.schedule_conservativeness,
-        transfer=hand_off.transfer,
-        direction=hand_off.direction,
-        allow_unproven=hand_off.allow_unproven,
-        transfer_bind=hand_off.transfer_bind,
-        transfer_tls_cert=hand_off.transfer_tls_cert,
-        transfer_tls_key=hand_off.transfer_tls_key,
-        transfer_tls_ca=hand_off.transfer_tls_ca,
-        max_transfer_pages=hand_off.max_transfer_pages,
-        hold_timeout=hand_off.hold_timeout,
-        max_held=hand_off.max_held,
-        max_held_per_tenant=hand_off.max_held_per_tenant,
-        max_retained=hand_off.max_retained,
-        on_hold_expiry=hand_off.on_hold_expiry,
-        reserve=hand_off.reserve,
-        strict_disaggregation=hand_off.strict_disaggregation,
-        drain_timeout=process.drain_timeout,
-        log_level=process.log_level,
-        log_format=process.log_format,
-    )
-
-
-def _epoch(text: str | None) -> int:
-    if text is None:
-        return new_epoch()
-    try:
-        return int(text, 16)
-    except ValueError:
-        raise SettingsError(f"--epoch must be 64 bits in hex, not {text!r}.") from None

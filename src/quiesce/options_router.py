@@ -8,6 +8,7 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
+from quiesce.channel.tls import Certificates
 from quiesce.options import HAND_OFF, WIRING, HttpOptions, ProcessOptions
 from quiesce.roles.settings import Failover, Policy, RouterSettings, SettingsError
 
@@ -106,7 +107,9 @@ def router_settings(
     routing: RoutingOptions,
     process: ProcessOptions,
 ) -> RouterSettings:
-    """Raises SettingsError."""
+    """Keys that hold certificates give them to HTTP, unless others are named. Raises SettingsError."""
+    named = (http.tls_cert, http.tls_key, http.tls_client_ca)
+    tls = None if any(named) else Certificates.of(wiring.keys)
     return RouterSettings(
         model=model,
         served_model_name=served_model_name,
@@ -119,6 +122,10 @@ def router_settings(
         request_timeout=http.request_timeout,
         tool_call_parser=http.tool_call_parser,
         api_keys=http.api_keys,
+        tls_cert=http.tls_cert if tls is None else tls.cert,
+        tls_key=http.tls_key if tls is None else tls.key,
+        tls_client_ca=http.tls_client_ca if tls is None else tls.ca,
+        allow_open_http=http.allow_open_http,
         worker_ports=_worker_ports(http.http_port),
         worker_hosts=tuple(filter(None, (http.http_hosts or "").split(","))),
         admin=wiring.admin or "",

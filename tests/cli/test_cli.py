@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from quiesce import cli
+from quiesce.ops import doctor
 from quiesce.ops import serve as serve_module
+from quiesce.ops.doctor import Asked
 from quiesce.ops.run_dir import RunDir
 from quiesce.ops.serve import Serve, make_plans
 from quiesce.options import (
@@ -24,9 +26,10 @@ from quiesce.options import (
     SizeOptions,
     arguments,
 )
-from quiesce.options_router import RoutingOptions, SilenceOptions
+from quiesce.options_router import RouterWiring, RoutingOptions, SilenceOptions, router_settings
+from quiesce.options_worker import WorkerWiring, worker_settings
 from quiesce.roles import decode as decode_role
-from quiesce.roles.settings import WorkerSettings
+from quiesce.roles.settings import RouterSettings, SettingsError, WorkerSettings
 from tiny_model import make_tiny_llama
 
 KEY = "k" * 40
@@ -245,7 +248,14 @@ def test_serve_gives_the_hold_timeout_to_router_and_workers_alike(model: Path, a
 
 def test_every_option_is_passed_on_whatever_its_value() -> None:
     for group in (
-        HttpOptions(api_keys=Path("keys.toml"), http_port="decode-0=1", http_hosts="h"),
+        HttpOptions(
+            api_keys=Path("keys.toml"),
+            http_port="decode-0=1",
+            http_hosts="h",
+            tls_cert=Path("c"),
+            tls_key=Path("k"),
+            tls_client_ca=Path("a"),
+        ),
         SizeOptions(7),
         EngineOptions(),
         HandOffOptions(transfer_tls_cert=Path("c"), transfer_tls_key=Path("k"), transfer_tls_ca=Path("a")),
@@ -254,6 +264,133 @@ def test_every_option_is_passed_on_whatever_its_value() -> None:
         ProcessOptions(),
     ):
         assert len(arguments(group)) == len(fields(group))
+
+
+def test_doctor_looks_at_what_serve_would_be_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of [serve], and of [doctor] where both say something."""
+    found: list[Asked] = []
+
+    def remember(asked: Asked, **_: object) -> int:
+        found.append(asked)
+        return 0
+
+    monkeypatch.setattr(doctor, "run", remember)
+    file = tmp_path / "quiesce.toml"
+    file.write_text(
+        '[serve]\nport = 7\nmax-total-tokens = 4096\n[doctor]\nmax-total-tokens = 512\nurl = "http://h"\n'
+    )
+    monkeypatch.setenv("QUIESCE_THREADS", "6")
+    assert cli.main(["doctor", "--page-size", "8"]) == 0
+    asked = found[0]
+    assert (asked.http.port, asked.sizes, asked.url) == (
+        7,
+        SizeOptions(page_size=8, max_total_tokens=512),
+        "http://h",
+    )
+    assert asked.engine.threads == 6
+    file.write_text("[serve]\nprot = 1\n")
+    assert "prot" in refused(capsys, "doctor")
+
+
+def test_a_reader_that_has_enough_ends_it_quietly(tmp_path: Path) -> None:
+    """As `quiesce ... | head` does."""
+    script = "import sys; from quiesce.cli import main; sys.exit(main(['version']))"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", script], stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--host 0.0.0.0", "every prompt would travel as it is: give --keys a folder that `quiesce keys` made"),
+        ("--host ::", "--allow-open-http takes that risk"),
+        ("--host example.org", "--host example.org lets other machines reach this server"),
+        ("--host 10.0.0.1 --tls-cert c --tls-key k", "everybody may ask: give --tls-client-ca"),
+        ("--host 10.0.0.1 --api-keys a", "every prompt would travel as it is"),
+        ("--tls-cert c", "--tls-cert and --tls-key need each other"),
+        ("--tls-client-ca c", "--tls-client-ca needs --tls-cert"),
+        ("--tls-cert c --tls-key k", "TLS with c, k: "),
+        ("--transfer-bind 10.0.0.1", "--transfer-bind 10.0.0.1 lets other hosts reach this worker's pages"),
+        ("--transfer-bind 10.0.0.1 --transfer tcp", "--allow-open-transfer takes that risk"),
+        ("--transfer-bind 10.0.0.1 --transfer nixl/tcp", "nixl/tcp encrypts nothing: use --transfer tcp with keys"),
+        (
+            "--transfer-bind 10.0.0.1 --transfer mooncake --transfer-tls-cert c --transfer-tls-key k "
+            "--transfer-tls-ca a",
+            "mooncake encrypts nothing",
+        ),
+    ],
+)
+def test_what_others_could_reach_unprotected_is_refused_before_anything_starts(
+    model: Path, capsys: pytest.CaptureFixture[str], words: str, says: str
+) -> None:
+    said = refused(capsys, "serve", str(model), *words.split())
+    assert says in said and said.count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"host": "::1"},
+        {"host": "127.0.0.2"},
+        {"host": "0.0.0.0", "allow_open_http": True},
+        {"host": "10.0.0.1", "tls_cert": Path("c"), "tls_key": Path("k"), "tls_client_ca": Path("a")},
+        {"host": "10.0.0.1", "tls_cert": Path("c"), "tls_key": Path("k"), "api_keys": Path("a")},
+    ],
+)
+def test_what_is_protected_or_was_asked_for_may_listen(fields: dict[str, Any]) -> None:
+    assert RouterSettings(model=Path("m"), served_model_name="m", keys=Path("k"), registry="", **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused_for"),
+    [
+        ({"transfer_bind": "127.0.0.2"}, ""),
+        ({"transfer": "shm", "transfer_bind": "10.0.0.1"}, ""),
+        ({"transfer": "nixl", "transfer_bind": "10.0.0.1", "allow_open_transfer": True}, ""),
+        (
+            {"transfer": "tcp", "transfer_bind": "10.0.0.1", "transfer_tls_cert": 1, "transfer_tls_key": 1},
+            "need each",
+        ),
+        ({"bind": "tcp://10.0.0.1:*"}, ""),
+        ({"bind": "tcp://*:29501"}, "--bind must name the address"),
+        ({"bind": "tcp://0.0.0.0:*"}, "--bind must name the address"),
+    ],
+)
+def test_a_worker_is_reached_by_others_only_as_it_should_be(fields: dict[str, Any], refused_for: str) -> None:
+    plain: dict[str, Any] = {"role": "decode", "name": "d", "model": Path("m"), "served_model_name": "m"}
+    plain |= {"registry": "", "registry_public_key": KEY, "keys": Path("k"), "run_dir": Path("r")}
+    if refused_for:
+        with pytest.raises(SettingsError, match=refused_for):
+            WorkerSettings(**plain, **fields)
+    else:
+        assert WorkerSettings(**plain, **fields)
+
+
+def test_keys_with_certificates_give_them_to_http_and_tcp_unless_others_are_named(tmp_path: Path) -> None:
+    (tmp_path / "tls").mkdir()
+    router = RouterWiring("tcp://127.0.0.1:*", tmp_path)
+    worker = WorkerWiring("tcp://127.0.0.1:1", tmp_path, tmp_path, "decode-0")
+
+    def http(**fields: Any) -> Path | None:
+        options = HttpOptions(**fields)
+        made = router_settings(tmp_path, "m", router, options, SilenceOptions(), RoutingOptions(), ProcessOptions())
+        return made.tls.cert if made.tls else None
+
+    def tcp(role: Any, **fields: Any) -> Path | None:
+        groups = SizeOptions(), EngineOptions(), HandOffOptions(**fields), ProcessOptions()
+        return worker_settings(role, tmp_path, "m", KEY, worker, *groups).transfer_tls_cert
+
+    assert http() == tcp("decode") == tmp_path / "tls" / "host.pem"
+    assert http(tls_cert=Path("c"), tls_key=Path("k")) == Path("c")
+    named = {"transfer_tls_cert": Path("c"), "transfer_tls_key": Path("k"), "transfer_tls_ca": Path("a")}
+    assert tcp("prefill", **named) == Path("c")
+    assert tcp("colocated") is None
 
 
 def test_a_bad_epoch_or_name_is_refused(model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ def _certificate(folder: Path, name: str, issuer: tuple[x509.Certificate, ec.Ell
     plain = serialization.NoEncryption()
     pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
     (folder / f"{name}.key").write_bytes(pem)
+    (folder / f"{name}.key").chmod(0o600)
     return made, key
 
 

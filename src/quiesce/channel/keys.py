@@ -12,6 +12,8 @@ from typing import Any
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from quiesce.channel.private import check_private
+
 log = logging.getLogger(__name__)
 
 ZAP_DOMAIN = "quiesce"
@@ -47,7 +49,8 @@ class KeyPair:
 
     @classmethod
     def load(cls, path: Path) -> KeyPair:
-        """Raises OSError when unreadable, ValueError when it is not a key pair."""
+        """Raises OSError when unreadable, ValueError when it is not a key pair or others can read it."""
+        check_private(path)
         lines = path.read_text("ascii", errors="replace").splitlines()
         if len(lines) != 2 or any(len(line) != KEY_CHARACTERS for line in lines):
             raise ValueError(f"{path} is not a key pair: expected two lines of {KEY_CHARACTERS} characters")

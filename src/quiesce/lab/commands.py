@@ -1,4 +1,4 @@
-"""The lab's commands that run real engines. Each imports what it needs when it is called: the lab loads torch."""
+"""The lab's commands. Each imports what it needs when it is called: the lab loads torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
+
+from quiesce.lab.plan import options as plan_options
+from quiesce.roles.settings import SettingsError
 
 DEFAULT_MODEL = "smollm2"
 Race = Literal["one-pair", "two-donors", "refused", "restart", "tainted", "reuse", "late-read"]
@@ -84,3 +87,91 @@ def soak(
     breaks = faults and url is None
     asked = (url, model, option, key, minutes, aborts, requests, concurrency, tenants, drawn, breaks, oracle, json)
     return run(Asked(*asked, storm=storm, out=out))
+
+
+def verify(
+    *,
+    world: Annotated[str | None, Parameter(help="One world (with --mutants: one mutant) by its name.")] = None,
+    mutants: Annotated[bool, Parameter(negative="", help="Remove one guard at a time; each must be caught.")] = False,
+    deep: Annotated[
+        bool, Parameter(negative="", help="The bigger worlds too, for as long as --seconds allows.")
+    ] = False,
+    seconds: Annotated[
+        float | None, Parameter(help="Stop after so many seconds; the report says what is cut.")
+    ] = None,
+) -> int:
+    """Search every interleaving of the hand-off in small worlds, on the classes that serve.
+
+    Exit code 1 when a rule is broken or a mutant survives.
+
+    Examples
+    --------
+    quiesce verify
+
+    quiesce verify --mutants
+
+    quiesce verify --deep --seconds 3600
+    """
+    from quiesce.lab.verify import run  # noqa: PLC0415
+
+    return run(deep=deep, mutants=mutants, world=world, seconds=seconds)
+
+
+def plan(
+    *,
+    workload: plan_options.Workload = plan_options.Workload(),  # noqa: B008  (frozen)
+    cluster: plan_options.Cluster = plan_options.Cluster(),  # noqa: B008
+    holds: plan_options.Holds = plan_options.Holds(),  # noqa: B008
+    output: plan_options.Output = plan_options.Output(),  # noqa: B008
+) -> int:
+    """Size a cluster: what holding pages until proof costs it, in calm and in an abort storm.
+
+    Counts pages request by request: held pages over time, the wait for admission that holds add, how many workers
+    of each role the workload needs, and what a storm of aborts does with answers coming and not coming. It checks
+    itself against `abort rate x hold time x pages per request`.
+
+    Examples
+    --------
+    quiesce plan --rate 20 --prompt lognormal:6909,1.1 --answer exponential:350
+
+    quiesce plan --trace conversation_trace.jsonl --rate 100 --plot held.svg
+
+    quiesce plan --rate 50 --requests 100000 --prefill 1000 --decode 1000 --hold-timeout 10
+    """
+    from quiesce.lab.plan.command import run  # noqa: PLC0415
+
+    return run(workload, cluster, holds, output)
+
+
+def sim(
+    *,
+    seed: Annotated[int | None, Parameter(help="The first seed; without it seeds are drawn at random.")] = None,
+    minutes: Annotated[float | None, Parameter(help="How long to go on (one minute where nothing is said).")] = None,
+    seeds: Annotated[int | None, Parameter(help="How many seeds.")] = None,
+    requests: Annotated[int, Parameter(help="Requests of each seed.")] = 200,
+    mutant: Annotated[
+        str | None, Parameter(help="Remove one guard, by the name of its mutant, and look for the damage; or `all`.")
+    ] = None,
+    damage: Annotated[
+        bool, Parameter(negative="", help="Report a rule only when bytes are where they must not be, not before.")
+    ] = False,
+) -> int:
+    """Simulate whole clusters on a virtual clock: the code that serves, between modelled networks and engines.
+
+    A seed decides everything: pools, faults, requests. One that breaks a rule is made smaller, told as a story, and
+    can be run again with `--seed`. Exit code 1 when a rule is broken or a mutant survives.
+
+    Examples
+    --------
+    quiesce sim --minutes 5
+
+    quiesce sim --seed 42
+
+    quiesce sim --mutant H11 --damage
+    """
+    from quiesce.lab.sim.command import SimError, run  # noqa: PLC0415
+
+    try:
+        return run(seed=seed, minutes=minutes, seeds=seeds, requests=requests, mutant=mutant, damage=damage)
+    except SimError as error:
+        raise SettingsError(str(error)) from error

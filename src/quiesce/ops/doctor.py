@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from quiesce.channel.tls import Certificates
 from quiesce.engine.config import read_config
 from quiesce.engine.errors import EngineError
 from quiesce.ops import (
@@ -22,7 +24,7 @@ from quiesce.ops import (
     doctor_transfer,
 )
 from quiesce.ops.doctor_finding import Finding, fail, guarded, ok
-from quiesce.ops.preflight import check_cluster, check_keys, check_routing
+from quiesce.ops.preflight import certificates, check_cluster, check_keys, check_routing, check_tls
 from quiesce.ops.serve import Serve, check_children
 from quiesce.options import (
     ClusterOptions,
@@ -59,7 +61,7 @@ class Asked:
 
 def run(asked: Asked, *, bundle: Path | None, as_json: bool) -> int:
     """The exit code: 1 when a check fails."""
-    answers = doctor_cluster.ask(asked.url, asked.key) if asked.url else None
+    answers = doctor_cluster.ask(asked.url, asked.key, tls=shown(asked)) if asked.url else None
     console = Console(stderr=as_json)
     with console.status("looking"):
         findings = list(examine(asked, answers))
@@ -71,6 +73,17 @@ def run(asked: Asked, *, bundle: Path | None, as_json: bool) -> int:
         doctor_report.bundle(bundle, findings, answers)
         console.print(f"Packed into {bundle}: the report and, with --url, the cluster's ledgers and metrics.")
     return doctor_report.exit_code(findings)
+
+
+def shown(asked: Asked) -> ssl.SSLContext | None:
+    """What --url is asked with: the certificate of --tls-cert, or of --keys. Raises SettingsError."""
+    found = certificates(asked.http) or (Certificates.of(asked.keys) if asked.keys is not None else None)
+    if found is None or found.ca is None:
+        return None
+    try:
+        return found.client()
+    except ValueError as error:
+        raise SettingsError(f"{error}.") from error
 
 
 def examine(asked: Asked, answers: doctor_cluster.Answers | None) -> Iterator[Finding]:
@@ -125,6 +138,7 @@ def options(asked: Asked, folder: Path) -> Finding:
         check_cluster(asked.cluster)
         check_routing(asked.routing, asked.hand_off)
         check_keys(asked.http.api_keys)
+        check_tls(asked.http)
         check_children(serve)
     except SettingsError as error:
         return fail("options", str(error), "Change that option; `quiesce serve --help` has them all.")

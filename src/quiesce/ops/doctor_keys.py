@@ -1,7 +1,9 @@
-"""A folder of keys as workers and router use it: NAME.key for who runs here, ring/NAME.pub for who may connect."""
+"""A folder of keys as workers and router use it: NAME.key for who runs here, ring/NAME.pub for who may connect, and,
+where `quiesce keys` made it, tls/ with the host's certificate."""
 
 from __future__ import annotations
 
+import datetime
 import os
 import stat
 from collections import Counter
@@ -9,10 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import zmq
+from cryptography import x509
 from zmq.utils import z85
 
 from quiesce.channel import KeyPair
+from quiesce.channel.tls import Certificates
 from quiesce.ops.doctor_finding import Finding, fail, ok, warn
+
+WARN_DAYS = 30
 
 
 def keys(folder: Path) -> Iterator[Finding]:
@@ -23,24 +29,41 @@ def keys(folder: Path) -> Iterator[Finding]:
     pairs, damage = _pairs(folder)
     yield damage
     yield ring(folder / "ring", pairs)
+    tls = Certificates.of(folder)
+    if tls is not None:
+        yield certificate(tls)
 
 
 def modes(folder: Path) -> Finding:
     """Secrets are for their owner alone, and nobody else may put a key into the ring."""
     me = os.getuid()
-    secret = [path for path in folder.glob("*.key") if stat.S_IMODE(path.stat().st_mode) & 0o077]
+    keys = [*folder.glob("*.key"), *folder.glob("tls/*.key")]
+    secret = [path for path in keys if stat.S_IMODE(path.stat().st_mode) & 0o077]
     if secret:
         names = " ".join(str(path) for path in secret)
         return fail("key modes", f"others can read {_names(secret)}", f"chmod 600 {names}; then make new keys.")
-    known = [folder, folder / "ring", *folder.glob("ring/*.pub")]
+    known = [folder, folder / "ring", folder / "tls", *folder.glob("ring/*.pub"), *folder.glob("tls/*.pem")]
     open_to_all = [path for path in known if path.exists() and path.stat().st_mode & 0o022]
     if open_to_all:
         names = " ".join(map(str, open_to_all))
         return fail("key modes", f"others can add or change keys: {_names(open_to_all)}", f"chmod go-w {names}")
-    foreign = [path for path in folder.glob("*.key") if path.stat().st_uid != me]
+    foreign = [path for path in keys if path.stat().st_uid != me]
     if foreign:
         return warn("key modes", f"of another user: {_names(foreign)}", "Run doctor as the user who serves.")
     return ok("key modes", f"0600 and 0700 in {folder}")
+
+
+def certificate(tls: Certificates) -> Finding:
+    """The host's certificate, tried in a handshake with itself, and for how long it is in force."""
+    again = "Make it again with `quiesce keys host --renew` and restart what uses it."
+    try:
+        tls.try_out()
+        made = x509.load_pem_x509_certificate(tls.cert.read_bytes())
+    except (OSError, ValueError) as error:
+        return fail("certificate", str(error), again)
+    left = (made.not_valid_after_utc - datetime.datetime.now(datetime.UTC)).days
+    said = f"{tls.cert}: in force until {made.not_valid_after_utc:%Y-%m-%d}, {left} days"
+    return warn("certificate", said, again) if left < WARN_DAYS else ok("certificate", said)
 
 
 def _pairs(folder: Path) -> tuple[dict[str, str], Finding]:

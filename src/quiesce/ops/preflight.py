@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from quiesce.api.access import read_keys
+from quiesce.channel.tls import Certificates
 from quiesce.core.admission import refuse_pool
 from quiesce.engine.context import context_of
-from quiesce.options import ClusterOptions, EngineOptions, HandOffOptions, SizeOptions
+from quiesce.options import ClusterOptions, EngineOptions, HandOffOptions, HttpOptions, SizeOptions
 from quiesce.options_router import RoutingOptions
 from quiesce.roles.settings import SettingsError
 
@@ -60,6 +61,22 @@ def check_keys(file: Path | None) -> None:
             read_keys(file)
         except (OSError, ValueError) as error:
             raise SettingsError(f"--api-keys: {error}.") from error
+
+
+def certificates(http: HttpOptions) -> Certificates | None:
+    """Those of HTTPS; None: it is plain HTTP."""
+    if http.tls_cert is None or http.tls_key is None:
+        return None
+    return Certificates(http.tls_cert, http.tls_key, http.tls_client_ca)
+
+
+def check_tls(http: HttpOptions) -> None:
+    """Raises SettingsError for certificates that cannot be used."""
+    if (found := certificates(http)) is not None:
+        try:
+            found.try_out()
+        except ValueError as error:
+            raise SettingsError(f"--tls-cert: {error}.") from error
 
 
 def _config(folder: Path) -> dict[str, Any]:

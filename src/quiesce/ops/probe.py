@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -25,13 +26,14 @@ class Health:
 Probe = Callable[[], Awaitable[Health]]
 
 
-def http_probe(host: str, port: int) -> Probe:
+def http_probe(host: str, port: int, tls: ssl.SSLContext | None = None) -> Probe:
+    """`tls`: of a client, where the server speaks it."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
 
     async def probe() -> Health:
         try:
             async with asyncio.timeout(PATIENCE):
-                status, body = await _get(reachable, port, "/health")
+                status, body = await _get(reachable, port, "/health", tls)
             return _health(status, body)
         except (OSError, ValueError, TimeoutError, msgspec.MsgspecError):
             return Health(answers=False)
@@ -39,8 +41,8 @@ def http_probe(host: str, port: int) -> Probe:
     return probe
 
 
-async def _get(host: str, port: int, path: str) -> tuple[int, bytes]:
-    reader, writer = await asyncio.open_connection(host, port, limit=LONGEST_ANSWER)
+async def _get(host: str, port: int, path: str, tls: ssl.SSLContext | None) -> tuple[int, bytes]:
+    reader, writer = await asyncio.open_connection(host, port, limit=LONGEST_ANSWER, ssl=tls)
     try:
         # HTTP/1.0: the answer is not chunked and ends with the connection
         writer.write(f"GET {path} HTTP/1.0\r\nHost: {host}\r\n\r\n".encode("ascii"))

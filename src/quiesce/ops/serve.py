@@ -19,7 +19,15 @@ import zmq
 from quiesce.channel import AsyncLink, KeyPair, LinkEvent
 from quiesce.core.messages import Exited
 from quiesce.ops.console import Console
-from quiesce.ops.preflight import check_cluster, check_keys, check_model, check_routing, choose_port
+from quiesce.ops.preflight import (
+    certificates,
+    check_cluster,
+    check_keys,
+    check_model,
+    check_routing,
+    check_tls,
+    choose_port,
+)
 from quiesce.ops.probe import http_probe
 from quiesce.ops.run_dir import ROUTER, SUPERVISOR, RunDir
 from quiesce.ops.supervisor import Plan, Supervisor, Timing
@@ -31,11 +39,10 @@ from quiesce.options import (
     HttpOptions,
     ProcessOptions,
     SizeOptions,
-    WorkerWiring,
     arguments,
-    worker_settings,
 )
 from quiesce.options_router import RouterWiring, RoutingOptions, SilenceOptions, router_settings
+from quiesce.options_worker import WorkerWiring, worker_settings
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,7 @@ def serve(asked: Serve) -> int:
     check_routing(asked.routing, asked.hand_off)
     check_children(asked)
     check_keys(asked.http.api_keys)
+    check_tls(asked.http)
     check_model(asked.model, asked.sizes, asked.engine, len(asked.worker_names))
     asked = replace(asked, http=replace(asked.http, port=choose_port(asked.http.host, asked.http.port)))
     signal.signal(signal.SIGTERM, _leave)  # until the supervisor takes signals over
@@ -102,8 +110,8 @@ def serve(asked: Serve) -> int:
 
 def check_children(asked: Serve) -> None:
     """What every child would refuse is refused here, once and before there is a child."""
-    nowhere = Path()
-    wiring = WorkerWiring("", nowhere, nowhere, nowhere, "worker")
+    nowhere = Path(os.devnull)
+    wiring = WorkerWiring("", nowhere, nowhere, "worker")
     worker_settings(
         "decode", asked.model, asked.name, "", wiring, asked.sizes, asked.engine, asked.hand_off, asked.process
     )
@@ -117,6 +125,7 @@ def _leave(number: int, frame: object) -> None:
 
 async def _serve(asked: Serve, run_dir: RunDir) -> int:
     context: zmq.Context[Any] = zmq.Context()
+    tls = certificates(asked.http)
     router_key = KeyPair.load(run_dir.keys / f"{ROUTER}.key").public
     notices = Notices(context, run_dir.registry, router_key, KeyPair.load(run_dir.keys / f"{SUPERVISOR}.key"))
     plans = make_plans(asked, run_dir)
@@ -129,7 +138,7 @@ async def _serve(asked: Serve, run_dir: RunDir) -> int:
 
     supervisor = Supervisor(
         plans,
-        http_probe(asked.http.host, asked.http.port),
+        http_probe(asked.http.host, asked.http.port, None if tls is None else tls.client(check_name=False)),
         notices,
         ready,
         console,
@@ -180,17 +189,20 @@ def make_plans(asked: Serve, run_dir: RunDir) -> list[Plan]:
 
 def welcome(asked: Serve, seconds: float) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(asked.http.host, asked.http.host)
-    address = f"http://[{host}]:{asked.http.port}" if ":" in host else f"http://{host}:{asked.http.port}"
+    scheme = "http" if asked.http.tls_cert is None else "https"
+    address = f"{scheme}://[{host}]:{asked.http.port}" if ":" in host else f"{scheme}://{host}:{asked.http.port}"
     shape = (
         "one engine, no hand-off"
         if asked.cluster.colocated
         else f"{asked.cluster.prefill} prefill + {asked.cluster.decode} decode over {asked.hand_off.transfer}"
     )
+    ca, cert, key = asked.http.tls_client_ca, asked.http.tls_cert, asked.http.tls_key
+    shown = f"--cacert {ca} --cert {cert} --key {key} " if ca else ""
     body = json.dumps(
         {"model": asked.name, "messages": [{"role": "user", "content": "Name three colours of the rainbow."}]}
     ).replace("'", "'\\''")
     return (
         f"\nQuiesce serves {asked.name} at {address} ({shape}), ready after {seconds:.1f} s. Try:\n\n"
-        f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n\n"
+        f"  curl {shown}{address}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n\n"
         "Ctrl-C drains and ends it.\n"
     )

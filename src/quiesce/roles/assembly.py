@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from quiesce.channel.tls import Certificates
 from quiesce.core.admission import refuse_pool
 from quiesce.engine.engine import Engine
 from quiesce.engine.errors import EngineError
@@ -48,7 +49,7 @@ def make_engine(settings: WorkerSettings) -> Engine:
 
 def make_transport(settings: WorkerSettings) -> Transport:
     """What `--transfer` asks for, tried on scratch memory first. Raises EngineError, in one line."""
-    tls = (settings.transfer_tls_cert, settings.transfer_tls_key, settings.transfer_tls_ca)
+    tls = _tls(settings)
     setup = registry.Setup(
         run_dir=settings.run_dir,
         epoch=settings.epoch,
@@ -56,7 +57,7 @@ def make_transport(settings: WorkerSettings) -> Transport:
         max_transfer_pages=settings.max_transfer_pages,
         patience=settings.hold_timeout,
         direction=settings.direction,
-        tls=None if None in tls else Tls(*tls),  # type: ignore[arg-type]
+        tls=tls,
     )
     if settings.transfer != registry.AUTO:
         try:
@@ -65,6 +66,9 @@ def make_transport(settings: WorkerSettings) -> Transport:
             raise EngineError(f"--transfer {settings.transfer}: {error}") from error
     engines = []
     for label in registry.candidates():
+        if settings.leaves_host_open(label):
+            log.warning("--transfer auto goes without %s: it encrypts nothing; --allow-open-transfer has it", label)
+            continue
         try:
             engine = _tried(label, setup)
             if unproven(engine.caps) and not settings.allow_unproven:
@@ -76,6 +80,17 @@ def make_transport(settings: WorkerSettings) -> Transport:
     if not engines:
         raise EngineError("--transfer auto: no transfer engine works on this machine, see the warnings above")
     return Choice(engines, settings.epoch)
+
+
+def _tls(settings: WorkerSettings) -> Tls | None:
+    cert, key, ca = settings.transfer_tls_cert, settings.transfer_tls_key, settings.transfer_tls_ca
+    if cert is None or key is None or ca is None:
+        return None
+    try:
+        Certificates(cert, key, ca).try_out()
+    except ValueError as error:
+        raise EngineError(str(error)) from error
+    return Tls(cert, key, ca)
 
 
 def _tried(label: str, setup: registry.Setup) -> Transport:

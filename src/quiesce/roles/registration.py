@@ -7,12 +7,31 @@ from typing import Any
 
 import zmq
 
-from quiesce.channel import KeyPair, Link, LinkEvent
+from quiesce.channel import KeyPair, Link, LinkEvent, Listener
 from quiesce.core.messages import Register, Registered
+from quiesce.engine.errors import EngineError
+from quiesce.roles.settings import WorkerSettings
 
 log = logging.getLogger("quiesce.worker")
 
 HEARTBEAT = 0.5  # seconds
+
+
+def own_keys(settings: WorkerSettings) -> KeyPair:
+    """Raises EngineError for keys that cannot be used."""
+    try:
+        return KeyPair.load(settings.keys / f"{settings.name}.key")
+    except (OSError, ValueError) as error:
+        raise EngineError(f"--keys: {error}") from error
+
+
+def control_socket(settings: WorkerSettings, context: zmq.Context[Any], keys: KeyPair) -> Listener:
+    """Where router and peers speak to this worker. Raises EngineError for an address that cannot be had."""
+    own = f"ipc://{settings.run_dir}/{settings.name}-{settings.epoch:016x}.sock"
+    try:
+        return Listener(context, settings.bind or own, keys)
+    except zmq.ZMQError as error:
+        raise EngineError(f"--bind: cannot listen at {settings.bind or own}: {error}") from error
 
 
 class Registration:

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from quiesce.channel.private import is_loopback
+from quiesce.channel.tls import Certificates
+
 Role = Literal["prefill", "decode", "colocated"]
 Dtype = Literal["bfloat16", "float32"]
 Expiry = Literal["hold", "release"]
@@ -18,6 +21,10 @@ Failover = Literal["never", "exact", "always"]
 Quantization = Literal["none", "int8"]
 NativeLevel = Literal["auto", "off", "avx512bf16", "avx512", "avx2", "base"]
 Direction = Literal["push", "pull"]
+
+
+WILDCARDS = ("tcp://*", "tcp://0.0.0.0:", "tcp://[::]:", "tcp://:::")
+WITHIN_ONE_HOST = ("shm", "null")  # transports that never leave it
 
 
 def new_epoch() -> int:
@@ -69,6 +76,7 @@ class WorkerSettings:
     transfer_tls_cert: Path | None = None  # PEM files, for tcp: all three or none
     transfer_tls_key: Path | None = None
     transfer_tls_ca: Path | None = None
+    allow_open_transfer: bool = False  # pages travel to other hosts as they are, for everybody on the way to read
     max_transfer_pages: int = 256  # of one post (guard L8)
     direction: Direction = "push"  # who moves the pages: prefill writes them, or decode reads them
     allow_unproven: bool = False  # serve with a transport that cannot prove that what was posted has ended
@@ -104,8 +112,29 @@ class WorkerSettings:
         tls = (self.transfer_tls_cert, self.transfer_tls_key, self.transfer_tls_ca)
         if any(tls) and not all(tls):
             raise SettingsError("--transfer-tls-cert, --transfer-tls-key and --transfer-tls-ca need each other.")
+        if self.bind.startswith(WILDCARDS):
+            raise SettingsError(f"--bind must name the address that others reach this worker at, not {self.bind}.")
+        if self.leaves_host_open(self.transfer):
+            self._refuse_open_transfer()
         if not 0 < self.epoch < 1 << 64:
             raise SettingsError(f"--epoch must be 64 bits and not 0, not {self.epoch:#x}.")
+
+    def leaves_host_open(self, engine: str) -> bool:
+        """Whether other hosts would reach its pages by an engine that cannot encrypt, or was not told how."""
+        if self.allow_open_transfer or not self.transfer_bind or is_loopback(self.transfer_bind):
+            return False
+        encrypts = engine in ("tcp", "auto") and self.transfer_tls_cert is not None
+        return not encrypts and engine not in WITHIN_ONE_HOST
+
+    def _refuse_open_transfer(self) -> None:
+        at = f"--transfer-bind {self.transfer_bind} lets other hosts reach this worker's pages"
+        how = "give --keys a folder that `quiesce keys` made, or --transfer-tls-cert, -key and -ca"
+        if self.transfer not in ("tcp", "auto"):
+            how = f"{self.transfer} encrypts nothing: use --transfer tcp with keys"
+        raise SettingsError(
+            f"{at}, and what is in them would travel as it is: {how}. --allow-open-transfer takes that risk, for a "
+            "network on which everybody may read every prompt."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +154,10 @@ class RouterSettings:
     worker_ports: tuple[tuple[str, int], ...] = ()  # (worker, HTTP port that stands for it)
     worker_hosts: tuple[str, ...] = ()  # names by which other routers know this machine
     request_timeout: float = 600.0
+    tls_cert: Path | None = None  # PEM files, for every HTTP port; the authority's: clients must show a certificate
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    allow_open_http: bool = False  # listen beyond this machine without TLS, or for everybody
     admin: str = ""  # where operators speak to it: unix:///path or 127.0.0.1:port; empty: nowhere
     admin_key: Path | None = None  # file; for a TCP port
     hold_timeout: float = 30.0  # a worker silent for so long loses its requests; the same as the workers'
@@ -149,8 +182,32 @@ class RouterSettings:
             _within(f"--http-port {name}", port, 1, 65535)
         if len({*ports, self.port}) < len(ports) + 1:
             raise SettingsError("--http-port: every worker needs a port of its own, and not the router's.")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise SettingsError("--tls-cert and --tls-key need each other.")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise SettingsError("--tls-client-ca needs --tls-cert and --tls-key.")
+        if not is_loopback(self.host) and not self.allow_open_http:
+            self._refuse_open_http()
         _within("--max-inflight", self.max_inflight, 1, 1 << 20)
         _within("--max-body", self.max_body, 1024, 1 << 30)
         _within("--request-timeout", self.request_timeout, 0.1, 86_400)
         _within("--hold-timeout", self.hold_timeout, 0.05, 86_400)
         _within("--drain-timeout", self.drain_timeout, 0.0, 86_400)
+
+    @property
+    def tls(self) -> Certificates | None:
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        return Certificates(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+    def _refuse_open_http(self) -> None:
+        at = f"--host {self.host or '(all addresses)'} lets other machines reach this server"
+        risk = "--allow-open-http takes that risk, behind a proxy that does both, say."
+        if self.tls_cert is None:
+            how = "give --keys a folder that `quiesce keys` made, or --tls-cert and --tls-key"
+            raise SettingsError(f"{at}, and every prompt would travel as it is: {how}. {risk}")
+        if self.tls_client_ca is None and self.api_keys is None:
+            raise SettingsError(
+                f"{at}, and everybody may ask: give --tls-client-ca, so that clients show a certificate, or "
+                f"--api-keys. {risk}"
+            )

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import msgspec
 import zmq
 
-from quiesce.channel import KeyPair, KeyRing, Listener, Received, start_authenticator
+from quiesce.channel import KeyRing, Received, start_authenticator
 from quiesce.core.ledger import Ledger
 from quiesce.core.machine import Action
 from quiesce.core.messages import (
@@ -45,7 +45,7 @@ from quiesce.roles.legs import Legs, WorkerLeg
 from quiesce.roles.meters import Holds, Transfers, Waits
 from quiesce.roles.ownership import OwnershipLog
 from quiesce.roles.proving import cautions, worn_out
-from quiesce.roles.registration import HEARTBEAT, Registration
+from quiesce.roles.registration import HEARTBEAT, Registration, control_socket, own_keys
 from quiesce.roles.report import record, worker_samples
 from quiesce.roles.sequence import Batch, Sequence
 from quiesce.roles.settings import WorkerSettings
@@ -77,13 +77,10 @@ class Worker(ABC):
         self.engine = engine
         self.epoch = settings.epoch
         self.context: zmq.Context[Any] = zmq.Context()
-        self.keys = KeyPair.load(settings.keys / f"{settings.name}.key")
+        self.keys = own_keys(settings)
         self.ring = KeyRing(settings.keys / "ring")
         self.authenticator = start_authenticator(self.context, self.ring)
-        bind = (
-            f"ipc://{settings.run_dir}/{settings.name}-{self.epoch:016x}.sock" if settings.run_dir else settings.bind
-        )
-        self.listener = Listener(self.context, bind, self.keys)
+        self.listener = control_socket(settings, self.context, self.keys)
         self.registration = Registration(self.context, settings.registry, settings.registry_public_key, self.keys)
         self.timers = Timers(Delays(hold=settings.hold_timeout))
         self.poller = zmq.Poller()

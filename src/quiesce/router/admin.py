@@ -1,8 +1,9 @@
 """The operator's side door: which workers there are, let one have no new work, take one out, let a new one in.
 
 It listens on an address of its own. A Unix socket is guarded by its file mode; a TCP port asks for a key with every
-request. Workers register by themselves over CURVE, so to let one in is to put its public key on the ring, and to take
-one out is to take the key off and end what it has; its requests are tried again or go on elsewhere, as the rules say.
+request; one that other machines reach is behind TLS, and asks for a client's certificate too. Workers register by
+themselves over CURVE, so to let one in is to put its public key on the ring, and to take one out is to take the key
+off and end what it has; its requests are tried again or go on elsewhere, as the rules say.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quiesce.channel import KeyRing
+from quiesce.channel.private import is_loopback
 from quiesce.router.dispatch import Dispatcher
 from quiesce.router.registry import Worker
 
@@ -32,7 +34,7 @@ PUBLIC_KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # z85
 RESERVED = ("router", "supervisor")
 LONGEST_BODY = 4096
 SHORTEST_KEY = 16  # characters
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+UNIX = "unix://"
 
 
 class NewWorker(msgspec.Struct, forbid_unknown_fields=True):
@@ -46,10 +48,11 @@ class Refused(Exception):
         self.status = status
 
 
-def bind(address: str, key: str) -> socket.socket:
-    """A listening socket at `unix:///path` or `host:port`. Raises ValueError for an address without protection."""
-    if address.startswith("unix://"):
-        path = Path(address.removeprefix("unix://"))
+def bind(address: str, key: str, *, beyond: bool = False) -> socket.socket:
+    """A listening socket at `unix:///path` or `host:port`. `beyond`: clients show a certificate, so other machines
+    may reach it. Raises ValueError for an address without protection."""
+    if address.startswith(UNIX):
+        path = Path(address.removeprefix(UNIX))
         path.unlink(missing_ok=True)
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         before = os.umask(0o177)
@@ -61,8 +64,11 @@ def bind(address: str, key: str) -> socket.socket:
         return listening
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
-    if host not in LOOPBACK:
-        raise ValueError(f"--admin must be unix:///path or a port of this machine (127.0.0.1:port), not {address!r}")
+    if not beyond and not is_loopback(host):
+        raise ValueError(
+            f"--admin must be unix:///path or a port of this machine (127.0.0.1:port), not {address!r}: other "
+            "machines reach that, which takes certificates on both sides (--keys, or --tls-client-ca)"
+        )
     if len(key) < SHORTEST_KEY:
         raise ValueError(f"--admin on a TCP port needs --admin-key, a file with {SHORTEST_KEY} characters or more")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -8,6 +8,7 @@ import logging
 import resource
 import signal
 import socket
+import ssl
 from collections.abc import Generator
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ from quiesce.router.dispatch import Dispatcher
 from quiesce.router.http import Gate
 from quiesce.router.links import Links
 from quiesce.router.registry import Patience, Registry
+from quiesce.router.tls_door import TlsDoor
 from quiesce.router.worker_ports import Ports, WorkerPort
 
 if TYPE_CHECKING:
@@ -46,6 +48,22 @@ EXIT_SETTINGS = 2  # something in the settings cannot be used: address, keys, mo
 class _Server(uvicorn.Server):
     """Signals are the router's: it drains before the HTTP server may end."""
 
+    def __init__(self, config: uvicorn.Config, gate: Gate, tls: ssl.SSLContext | None) -> None:
+        super().__init__(config)
+        self._gate, self._tls = gate, tls
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._tls is None:
+            await super().startup(sockets)
+            return
+        await self.lifespan.startup()
+        self.servers = [TlsDoor(bound, self._gate, self._tls, self._http) for bound in sockets or []]  # type: ignore[misc]
+        self.started = True
+
+    def _http(self) -> asyncio.Protocol:
+        state = {"server_state": self.server_state, "app_state": self.lifespan.state}
+        return self.config.http_protocol_class(config=self.config, **state)  # type: ignore[call-arg]
+
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
@@ -60,6 +78,9 @@ class Router:
     def __init__(self, settings: RouterSettings, text: TextModel, patience: Patience | None = None) -> None:
         self._settings = settings
         self._stopping: asyncio.Task[None] | None = None
+        self._tls = None if settings.tls is None else settings.tls.server()
+        if settings.tls is not None:
+            settings.tls.try_out()
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         self._socket = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
         self.host, self.port = self._socket.getsockname()[:2]
@@ -77,7 +98,7 @@ class Router:
         self.front = Front(self.dispatcher, text, settings.served_model_name, limits, FrontMetrics(), access)
         self._gate = Gate(2 * settings.max_inflight + SPARE_CONNECTIONS)
         self.dispatcher.counted_elsewhere.append(self._gate.counters)
-        self._server = _server(make_app(self.front), self._gate)
+        self._server = _server(make_app(self.front), self._gate, self._tls)
         self._other_servers = [*self._single_workers(), *self._admin()]
 
     def _admin(self) -> list[tuple[_Server, socket.socket]]:
@@ -85,10 +106,11 @@ class Router:
         if not settings.admin:
             return []
         key = settings.admin_key.read_text("utf-8").strip() if settings.admin_key else ""
-        bound = admin.bind(settings.admin, key)
+        bound = admin.bind(settings.admin, key, beyond=settings.tls_client_ca is not None)
         log.info("operators are heard at %s", settings.admin)
         side = admin.Admin(self.dispatcher, KeyRing(settings.keys / "ring"), key)
-        return [(_server(side.app(), self._gate), bound)]
+        tls = None if settings.admin.startswith(admin.UNIX) else self._tls
+        return [(_server(side.app(), self._gate, tls), bound)]
 
     def _single_workers(self) -> list[tuple[_Server, socket.socket]]:
         """A server for each port that stands for one worker."""
@@ -99,13 +121,14 @@ class Router:
             port = WorkerPort(self.dispatcher, name, ports)
             own = Front(port, front.text, front.model, front.limits, front.metrics, front.access)
             bound = socket.create_server((settings.host, number), family=self._socket.family, backlog=2048)
-            servers.append((_server(make_worker_app(own, port), self._gate), bound))
+            servers.append((_server(make_worker_app(own, port), self._gate, self._tls), bound))
         return servers
 
     async def serve(self) -> None:
         """Returns after `stop`."""
         shown = f"[{self.host}]" if ":" in self.host else self.host
-        log.info("listening on http://%s:%d, workers register at %s", shown, self.port, self.links.endpoint)
+        scheme = "http" if self._tls is None else "https"
+        log.info("listening on %s://%s:%d, workers register at %s", scheme, shown, self.port, self.links.endpoint)
         try:
             others = [server.serve(sockets=[bound]) for server, bound in self._other_servers]
             await asyncio.gather(self._main(), *others)
@@ -132,7 +155,7 @@ class Router:
             self._server.should_exit = True
 
 
-def _server(app: Starlette, gate: Gate) -> _Server:
+def _server(app: Starlette, gate: Gate, tls: ssl.SSLContext | None) -> _Server:
     config = uvicorn.Config(
         app,
         http=gate.protocol(),
@@ -144,7 +167,7 @@ def _server(app: Starlette, gate: Gate) -> _Server:
         timeout_keep_alive=30,
         timeout_graceful_shutdown=2,
     )
-    return _Server(config)
+    return _Server(config, gate, tls)
 
 
 def _rules(settings: RouterSettings, text: TextModel) -> Rules:

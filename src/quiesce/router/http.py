@@ -9,16 +9,26 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
+from typing import Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_SECONDS = 10.0
 HEAD_BYTES = 64 << 10
 MOST_HEADLESS = 512
-COUNTED = ("heads_late", "heads_evicted", "heads_too_large", "requests_invalid", "connections_refused")
+COUNTED = (
+    *("heads_late", "heads_evicted", "heads_too_large", "requests_invalid", "connections_refused"),
+    *("tls_no_certificate", "tls_bad_certificate", "tls_failed"),
+)
 # Nothing here upgrades, so the wish is ignored; the parser would stop before the body that comes with it. Java's
 # client and `curl --http2` ask for h2c so. Nothing gets longer, so that lengths which were announced stay right.
 UPGRADE = re.compile(rb"(?i)\r\nupgrade(?=[ \t]*:)")
+
+
+class Waiting(Protocol):
+    """A connection on which something must come soon."""
+
+    def abort(self) -> None: ...
 
 
 class Gate:
@@ -27,7 +37,7 @@ class Gate:
     def __init__(self, most: int, headless: int = MOST_HEADLESS, seconds: float = HEAD_SECONDS) -> None:
         self.most, self.most_headless, self.seconds = most, headless, seconds
         self.open = 0
-        self.headless: dict[BoundedHttp, asyncio.TimerHandle] = {}  # the oldest first
+        self.headless: dict[Waiting, asyncio.TimerHandle] = {}  # the oldest first
         self._counts: Counter[str] = Counter()
 
     def counters(self) -> dict[str, int]:
@@ -37,26 +47,29 @@ class Gate:
         """For uvicorn."""
         return type("GatedHttp", (BoundedHttp,), {"gate": self})
 
-    def let_in(self, connection: BoundedHttp) -> bool:
+    def count(self, what: str) -> None:
+        self._counts[what] += 1
+
+    def let_in(self) -> bool:
         if self.open >= self.most and not self._evict():
             self._counts["connections_refused"] += 1
             return False
         self.open += 1
         return True
 
-    def await_head(self, connection: BoundedHttp) -> None:
+    def await_head(self, connection: Waiting) -> None:
         if connection not in self.headless:
             if len(self.headless) >= self.most_headless:
                 self._evict()
             loop = asyncio.get_running_loop()
             self.headless[connection] = loop.call_later(self.seconds, self._end, connection, "heads_late")
 
-    def head_came(self, connection: BoundedHttp) -> None:
+    def head_came(self, connection: Waiting) -> None:
         timer = self.headless.pop(connection, None)
         if timer is not None:
             timer.cancel()
 
-    def too_large(self, connection: BoundedHttp) -> None:
+    def too_large(self, connection: Waiting) -> None:
         self._end(connection, "heads_too_large")
 
     def invalid(self, connection: BoundedHttp) -> None:
@@ -70,10 +83,10 @@ class Gate:
             self._end(oldest, "heads_evicted")
         return oldest is not None
 
-    def _end(self, connection: BoundedHttp, why: str) -> None:
+    def _end(self, connection: Waiting, why: str) -> None:
         self._counts[why] += 1
         self.head_came(connection)
-        connection.transport.abort()
+        connection.abort()
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -83,11 +96,14 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._counted = self.gate.let_in(self)
+        self._counted = self.gate.let_in()
         if self._counted:
             self.gate.await_head(self)
         else:
             transport.abort()
+
+    def abort(self) -> None:
+        self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self.cycle is None or self.cycle.response_complete:

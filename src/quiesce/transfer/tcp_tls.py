@@ -7,6 +7,8 @@ from pathlib import Path
 
 import msgspec
 
+from quiesce.channel.tls import Certificates
+
 
 class Tls(msgspec.Struct, frozen=True):
     """PEM files. Both sides show a certificate, and take one that `ca` has signed."""
@@ -16,16 +18,7 @@ class Tls(msgspec.Struct, frozen=True):
     ca: Path
 
     def contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-        """(for the lender, for the poster). Raises ValueError naming the file that does not do."""
-        made = []
-        for purpose in (ssl.Purpose.CLIENT_AUTH, ssl.Purpose.SERVER_AUTH):
-            try:
-                context = ssl.create_default_context(purpose, cafile=str(self.ca))
-                context.load_cert_chain(self.cert, self.key)
-            except (OSError, ssl.SSLError) as error:
-                raise ValueError(f"TLS for tcp: {self.cert}, {self.key} or {self.ca}: {error}") from error
-            context.check_hostname = False  # peers are known by the authority and the descriptor's secret
-            context.verify_mode = ssl.CERT_REQUIRED
-            context.minimum_version = ssl.TLSVersion.TLSv1_3
-            made.append(context)
-        return made[0], made[1]
+        """(for the lender, for the poster). Raises ValueError naming the file that does not do. Peers are known by
+        the authority and the descriptor's secret, not by an address."""
+        files = Certificates(self.cert, self.key, self.ca)
+        return files.server(), files.client(check_name=False)
