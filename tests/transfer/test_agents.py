@@ -198,8 +198,9 @@ def test_an_attachment_that_ends_is_proven_by_its_agents_end(pair: Pair) -> None
     assert proof is not None and proof.generation == generation
 
 
-def test_what_is_lost_is_shown_to_have_landed_or_stays_unproven(pair: Pair) -> None:
-    """A batch that raises taints; one more write on the same agents, awaited, is the only proof there is."""
+def test_what_is_lost_is_shown_to_have_landed_or_to_have_ended_with_its_agent(pair: Pair) -> None:
+    """A batch that raises taints. Proofs: one more write on the same agents, awaited; or the lender's word, with the
+    next attachment, that it has ended the agent through which the lost one went."""
     numbered(pair.poster)
     peer = pair.attach()
     courier = pair.poster.transport._poster._targets[peer.number].courier
@@ -220,9 +221,50 @@ def test_what_is_lost_is_shown_to_have_landed_or_stays_unproven(pair: Pair) -> N
         assert pair.poster.transport.counters()["drain_writes"] == 1
         assert pair.outcome(pair.poster.transport.write(peer, [7], [9], pair.grant())) is Outcome.PLACED
     else:
+        assert not pair.poster.transport.drain(peer), "nothing has shown that it landed"
         pair.until(lambda: pair.poster.lost, "the connection to be made anew")
         pair.until(lambda: pair.lender.transport.generation(pair.poster.epoch), "the peer to attach again")
-        assert not pair.poster.transport.drain(peer), "nothing has shown that it landed"
+        assert pair.lender.transport.counters()["agents_ended"] == 1, "the lender says so because it is so"
+        pair.until(
+            lambda: pair.poster.transport.drain(peer), "the lender's word that the lost one's agent is no more"
+        )
+        assert pair.outcome(pair.poster.transport.write(peer, [7], [9], pair.grant())) is Outcome.PLACED
+
+
+def lose_one(pair: Pair, peer: Peer) -> None:
+    courier = pair.poster.transport._poster._targets[peer.number].courier
+    assert courier is not None and courier._agent is not None
+
+    def fails(batch: object) -> bool:
+        raise RuntimeError("lost")
+
+    courier._agent.over = fails  # type: ignore[method-assign]
+    assert pair.outcome(pair.poster.transport.write(peer, [7], [9], pair.grant())) is Outcome.UNKNOWN
+
+
+def test_h11_connections_that_lost_something_are_bounded_and_never_called_drained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ended before its lender could say anything more: each is remembered, and then all that are older together."""
+    monkeypatch.setattr("quiesce.transfer.agent_connections.MAX_LOST", 2)
+    pair = Pair(MooncakeEngine("tcp"), tmp_path)
+    try:
+        numbered(pair.poster)
+        peers = []
+        for _ in range(4):
+            peers.append(pair.attach())
+            lose_one(pair, peers[-1])
+            pair.poster.transport.disconnect(peers[-1])
+            pair.until(lambda: pair.lender.transport.generation(pair.poster.epoch) is None, "the end")
+        known = pair.poster.transport._poster._targets
+        pair.until(lambda: len(known) == 2, "the oldest to be forgotten")
+        assert not any(pair.poster.transport.drain(peer) for peer in peers)
+        assert not pair.poster.transport._poster._by_courier, "couriers are not kept for it"
+        fresh = pair.attach()
+        assert pair.poster.transport.drain(fresh)
+    finally:
+        for side in pair.sides:
+            side.transport.close_all()
 
 
 def test_readers_agents_that_cannot_be_ended_are_bounded_and_then_it_says_that_it_is_used_up(

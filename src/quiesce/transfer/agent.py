@@ -30,6 +30,8 @@ class Limits:
     reads, and it can be ended while it is read from. `death`: the end of the peer's process, seen through its pid, is
     what proves that. `diverts`: what arrives is stored by our own threads, so that remapping keeps reads of ours out.
     `flush`: a write that is PLACED proves that all that was lost before it on the same agents has landed.
+    `ends_alone`: what is posted to an agent that is no more ends by itself, if only with an error; otherwise our own
+    agent is ended under it, once nothing has been heard of it for a while.
     """
 
     ending: bool
@@ -39,6 +41,7 @@ class Limits:
     flush: bool
     pages_in_flight: int  # of one batch; one batch is one operation of the engine
     batches_in_flight: int
+    ends_alone: bool = True
 
 
 def claims(

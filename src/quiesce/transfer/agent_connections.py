@@ -23,6 +23,7 @@ log = logging.getLogger("quiesce.transfer")
 
 RETRY_FIRST, RETRY_MOST = 0.05, 2.0  # seconds
 MAX_COURIERS = 8  # of one connection: each but one waits for posts of an ended attachment
+MAX_LOST = 4096  # connections that were ended with something lost
 
 _DescriptorDecoder = msgspec.msgpack.Decoder(wire.Descriptor)
 
@@ -34,6 +35,7 @@ class Connections(CourierOwner):
         self._targets: dict[int, Target] = {}  # by Peer.number; leaves when over and nothing is open
         self._by_courier: dict[Courier, Target] = {}
         self._last_number = 0
+        self.undrained_through = 0  # of what was forgotten up to this number it is known only that it never drained
         self.lost_peers: list[PeerLost] = []
 
     def use(self, arena: Arena) -> None:
@@ -44,9 +46,18 @@ class Connections(CourierOwner):
         """What was never handed to its courier is over."""
 
     def tidy(self, target: Target) -> None:
-        """What was lost and never shown to have landed is remembered as long as this process lives."""
-        if target.over and not target.open_posts and not target.couriers and not target.unproven:
+        """A connection that was ended with something lost stays, for it must never be said to be drained: so many of
+        them each by itself, what is older by the highest of their numbers."""
+        if not target.over or target.open_posts or target.couriers:
+            return
+        if not target.unproven:
             self._targets.pop(target.peer.number, None)
+            return
+        lost = [number for number, each in self._targets.items() if each.over and each.unproven]
+        for number in lost[: max(0, len(lost) - MAX_LOST)]:
+            if not self._targets[number].open_posts and not self._targets[number].couriers:
+                del self._targets[number]
+                self.undrained_through = max(self.undrained_through, number)
 
     def connect(self, descriptor: bytes, own_epoch: int) -> Peer:
         if self._arena is None:
@@ -136,15 +147,28 @@ class Connections(CourierOwner):
                 target.challenge = b""
             case wire.Lent() as lent if target.courier is None and not target.challenge:
                 assert self._arena is not None
-                joined = Joined(lent.agent, lent.base, lent.scratch, self._arena.page_bytes, lent.trial)
+                joined = Joined(
+                    lent.agent, lent.base, lent.scratch, self._arena.page_bytes, lent.trial, lent.generation
+                )
                 courier = Courier(self._engine, self._arena, self._told, self, joined)
                 target.courier, target.generation = courier, lent.generation
                 target.couriers[courier] = set()
                 self._by_courier[courier] = target
+                self._settled_over_there(target, lent.ended)
             case wire.Refused(reason=reason, final=final):
                 self._on_lost(target, f"it refuses: {reason}", final)
             case other:
                 raise wire.Malformed(f"unexpected {type(other).__name__}")
+
+    def _settled_over_there(self, target: Target, ended: int) -> None:
+        """The lender has ended agents of earlier attachments. What was read through one ends with our own."""
+        target.ended = max(target.ended, ended)
+        living = {courier.generation for courier in target.couriers}
+        for generation in [generation for generation in target.unproven if generation <= target.ended]:
+            if generation in living:
+                target.unproven[generation] = False
+            else:
+                del target.unproven[generation]
 
     def _on_lost(self, target: Target, reason: str, final: bool) -> None:
         if target.over:

@@ -221,8 +221,9 @@ class AgentLender:
         if record.connection is not connection:
             return  # gone meanwhile, its agent is being ended
         connection.window, connection.trial = window, secrets.token_bytes(TRIAL_BYTES)
+        ended = min(record.unproven) - 1  # this generation is among them, and what ended before it was made is not
         try:
-            connection.line.say(wire.Lent(generation, agent, window.base, window.scratch, connection.trial))
+            connection.line.say(wire.Lent(generation, agent, window.base, window.scratch, connection.trial, ended))
         except wire.Closed as error:
             self._drop(connection, str(error))
 

@@ -51,12 +51,13 @@ class AgentPoster(Connections):
         target = self._by_courier[courier]
         log.info("a batch of %d pages to epoch %x is lost: %s", len(batch.own), target.peer.epoch, reason)
         if started and not (courier.diverted and batch.direction == "read"):
-            target.unproven[courier] = target.unproven.get(courier, False) or batch.direction == "write"
+            written_there = batch.direction == "write" and courier.generation > target.ended
+            target.unproven[courier.generation] = target.unproven.get(courier.generation, False) or written_there
         self._batch_over(courier, batch, Outcome.UNKNOWN if started else Outcome.FAILED_CLEAN)
 
     def flushed(self, courier: Courier) -> None:
         self.counters["drain_writes"] += 1
-        self._by_courier[courier].unproven.pop(courier, None)
+        self._by_courier[courier].unproven.pop(courier.generation, None)
 
     def broken(self, courier: Courier, reason: str) -> None:
         target = self._by_courier[courier]
@@ -72,8 +73,8 @@ class AgentPoster(Connections):
         target = self._by_courier[courier]
         for batch in list(target.couriers[courier]):  # leaving the process, it did not wait for them
             self._batch_over(courier, batch, Outcome.UNKNOWN)
-        if clean and not target.unproven.get(courier, True):
-            del target.unproven[courier]
+        if clean and not target.unproven.get(courier.generation, True):
+            del target.unproven[courier.generation]
         if not clean and courier.oldest_read < NEVER:
             left = self._reads_left.get(target.peer.epoch, NEVER)
             self._reads_left[target.peer.epoch] = min(left, courier.oldest_read)
@@ -171,7 +172,7 @@ class AgentPoster(Connections):
         target.couriers[courier].discard(batch)
         for part in self._parts.pop(batch):
             self._part_over(target, part, outcome)
-        if not target.couriers[courier] and courier not in target.unproven:
+        if not target.couriers[courier] and courier.generation not in target.unproven:
             courier.oldest_read = NEVER
         self._feed(target)
 
@@ -224,7 +225,9 @@ class AgentPoster(Connections):
 
     def drained(self, peer: Peer) -> bool:
         target = self._targets.get(peer.number)
-        return target is None or (not target.open_posts and not target.unproven)
+        if target is None:
+            return peer.number > self.undrained_through
+        return not target.open_posts and not target.unproven
 
     def _end(self, post: Post, outcome: Outcome) -> None:
         self.counters["failed_posts"] += outcome is not Outcome.PLACED

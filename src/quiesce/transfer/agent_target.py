@@ -52,8 +52,9 @@ class Target:
     courier: Courier | None = None
     attached: bool = False
     couriers: dict[Courier, set[Batch]] = field(default_factory=dict)  # with the batches that are at each
-    # on which something was lost that was not shown to have landed; True: something that it wrote
-    unproven: dict[Courier, bool] = field(default_factory=dict)
+    # generations under which something was lost that was not shown to have landed; True: something that was written
+    unproven: dict[int, bool] = field(default_factory=dict)
+    ended: int = 0  # what was written under generations up to it lands no more: its lender says so
     queue: deque[Part] = field(default_factory=deque)
     open_posts: int = 0
     retry_at: float | None = None

@@ -55,13 +55,15 @@ class Answer(Packet, frozen=True):
 
 
 class Lent(Packet, frozen=True):
-    """An agent is there for the poster. `agent`: as the engine describes it. It must write `trial` to `scratch`."""
+    """An agent is there for the poster. `agent`: as the engine describes it. It must write `trial` to `scratch`.
+    `ended`: nothing that was posted under generations up to it lands any more, the lender has seen to that."""
 
     generation: int
     agent: bytes
     base: int  # address of page 0
     scratch: int
     trial: bytes
+    ended: int = 0
 
 
 class Attached(Packet, frozen=True):

@@ -28,6 +28,7 @@ from quiesce.transfer.window import Window
 log = logging.getLogger("quiesce.transfer")
 
 _POLL_FIRST, _POLL_MOST = 0.0002, 0.002  # seconds between looks: busy looking starves an engine's own thread
+GIVE_UP_SECONDS = 20.0  # after the end of an attachment, where an engine may never tell the end of what was posted
 TRIAL_BYTES = 16
 NEVER = 1 << 63  # beyond any generation
 
@@ -74,6 +75,7 @@ class Joined:
     scratch: int
     page_bytes: int
     trial: bytes
+    generation: int
 
 
 class CourierOwner:
@@ -97,6 +99,7 @@ class Courier:
 
     def __init__(self, engine: Engine, arena: Arena, told: Told, owner: CourierOwner, joined: Joined) -> None:
         self._engine, self._arena, self._told, self._owner, self._joined = engine, arena, told, owner, joined
+        self.generation = joined.generation
         self._inbox: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._under_way: deque[tuple[Batch, object]] = deque()
         self._state: Literal["good", "failed", "broken"] = "good"
@@ -170,10 +173,12 @@ class Courier:
         return True
 
     def _work(self) -> None:
-        pause, ending = _POLL_FIRST, False
+        pause, ending, moved = _POLL_FIRST, False, 0.0
         while not (ending and not self._under_way) and not self.abandoned:
             if ending:
                 time.sleep(pause)
+                if not self._engine.limits.ends_alone and time.monotonic() - moved > GIVE_UP_SECONDS:
+                    self._give_up()
             else:
                 with contextlib.suppress(queue.Empty):
                     batch = self._inbox.get(timeout=pause if self._under_way else None)
@@ -182,9 +187,18 @@ class Courier:
                         ending = True
                     else:
                         self._start(batch)
-            pause = _POLL_FIRST if self._look() else min(_POLL_MOST, pause * 1.5)
+            looked = self._look()
+            if looked or not ending:
+                moved = time.monotonic()
+            pause = _POLL_FIRST if looked else min(_POLL_MOST, pause * 1.5)
             if self._state == "failed" and not self._under_way:
                 self._recover()
+
+    def _give_up(self) -> None:
+        """The attachment is over, and this engine never tells what became of these. They end with our own agent."""
+        error = TimeoutError(f"nothing was heard of it for {GIVE_UP_SECONDS:g} s after its attachment had ended")
+        while self._under_way:
+            self._lost(self._under_way.popleft()[0], error)
 
     def _start(self, batch: Batch) -> None:
         if self._state != "good":

@@ -9,6 +9,7 @@ unproven until the peer's engine over there is no more.
 from __future__ import annotations
 
 import os
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +27,7 @@ Lane = Literal["tcp", "rdma"]
 
 MEASURED = ("tcp",)  # lanes on which the whole suite has passed
 MISSING = "Mooncake is not installed: pip install 'quiesce[mooncake]'"
+_NO_BATCH = 2**64 - 1
 NO_VERBS = "Mooncake needs libibverbs, which is not installed: apt-get install libibverbs1"
 
 # Longer than any deadline of ours (a day at most): one that fires tells nothing, and its batch goes on landing.
@@ -88,6 +90,7 @@ class MooncakeEngine:
             flush=False,
             pages_in_flight=256,
             batches_in_flight=2,
+            ends_alone=self.lane == "tcp",  # over verbs nothing is ever heard of a write to an engine that is no more
         )
 
     def check(self) -> None:
@@ -123,12 +126,12 @@ class MooncakeEngine:
     def lend(self, window: Window) -> LentEngine:
         return LentEngine(self._engine(window), self.host)
 
-    def join(self, window: Window, agent: bytes) -> JoinedEngine:
+    def join(self, window: Window, agent: bytes) -> JoinedEngine | JoinedVerbs:
         try:
             found = msgspec.msgpack.decode(agent, type=_Agent)
         except msgspec.MsgspecError as error:
             raise ValueError(f"not an engine of Mooncake: {error}") from error
-        return JoinedEngine(self._engine(window), found.name)
+        return (JoinedEngine if self.lane == "tcp" else JoinedVerbs)(self._engine(window), found.name)
 
 
 def _library() -> Any:
@@ -172,6 +175,40 @@ class JoinedEngine:
         return True
 
     def end(self) -> None:
+        self._engine = None
+
+
+class JoinedVerbs:
+    """Page by page and without waiting: a call that waited for a peer that is gone would never return, and an engine
+    that is inside a call cannot be ended. The status of one page is exact; that of several is that of the first."""
+
+    def __init__(self, engine: Any, peer: str) -> None:
+        self._engine, self._peer = engine, peer
+
+    def post(self, direction: Direction, own: np.ndarray, theirs: np.ndarray, size: int) -> object:
+        start = self._engine.batch_transfer_async_write
+        if direction == "read":
+            start = self._engine.batch_transfer_async_read
+        pages: deque[int] = deque()
+        for near, far in zip(own.tolist(), theirs.tolist(), strict=True):
+            page = start(self._peer, [near], [far], [size])
+            if page in (0, _NO_BATCH):
+                raise RuntimeError("Mooncake did not take a page")
+            pages.append(page)
+        return pages
+
+    def over(self, batch: Any) -> bool:
+        while batch:
+            code = self._engine.transfer_check_status(batch[0])
+            if code == 0:
+                return False
+            if code != 1:
+                raise RuntimeError(f"Mooncake says {code} of a page")
+            batch.popleft()
+        return True
+
+    def end(self) -> None:
+        """Its queue pairs go with it, and with them what was under way."""
         self._engine = None
 
 
