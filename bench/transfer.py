@@ -1,6 +1,7 @@
 """`make bench-transfer`: our transport layer beside a bare loop on the same engine, with the same page lists.
 
-    python -m bench.transfer [ENGINE ...] [--pairs N] [--json FILE]
+    python -m bench.transfer [ENGINE ...] [--only FIGURE] [--pairs N] [--json FILE]
+    python -m bench.transfer --table FILE
 
 Poster and lender have a core each. The two sides of a comparison take turns, A B, B A; a ratio is the median over the
 pairs. Beside the share of the bare loop's bandwidth stands the same by CPU time, of both processes and their helpers:
@@ -25,7 +26,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench import transfer_report as report
 from bench.bare import BARE, Bare, Pages
+from bench.machine import describe
 from quiesce.core.messages import Grant
 from quiesce.core.posting import Outcome
 from quiesce.transfer import registry
@@ -36,14 +39,16 @@ POOL = 7000
 CROWD, CROWD_PAGES = 32, 200  # prompts of 3,200 tokens
 OWN, THEIR = 0, 1  # cores
 PATIENCE = 30.0
-SHARE = {"shm": 0.90, "tcp": 0.90}  # of the bare loop's bandwidth; others:
-SHARE_OF_OTHERS = 0.95
-MICROSECONDS = {"shm": 100.0, "tcp": 200.0}  # from a post of one page until the owner is told
 LATENCIES = 2000
+
+
+LATENCY = "latency"
+KEYS = ("pages", "crowd", "block")
 
 
 @dataclass(frozen=True)
 class Case:
+    key: str
     name: str
     pages: int
     page_bytes: int
@@ -61,9 +66,9 @@ def cases() -> list[Case]:
     starts = range(0, len(targets), CROWD_PAGES)
     crowd = [(draw.sample(range(POOL), CROWD_PAGES), targets[at : at + CROWD_PAGES]) for at in starts]
     return [
-        Case("2,000 pages of 23 KiB", POOL, SMALL, scattered),
-        Case("32 transfers at once of 200 pages of 23 KiB", POOL, SMALL, crowd),
-        Case("one block of 64 MiB", 2, BIG, [([0], [1])]),
+        Case("pages", "2,000 pages of 23 KiB", POOL, SMALL, scattered),
+        Case("crowd", "32 transfers at once of 200 pages of 23 KiB", POOL, SMALL, crowd),
+        Case("block", "one block of 64 MiB", 2, BIG, [([0], [1])]),
     ]
 
 
@@ -165,6 +170,7 @@ def compare(case: Case, layer: Layer, bare: Bare, pairs: int) -> dict[str, Any]:
         took.append((wall[0], wall[1]))
         cpu.append((spent[0], spent[1]))
     return {
+        "key": case.key,
         "case": case.name,
         "layer_gb_s": case.bytes / median(ours for ours, _ in took) / 1e9,
         "bare_gb_s": case.bytes / median(theirs for _, theirs in took) / 1e9,
@@ -181,20 +187,24 @@ def latency(layer: Layer) -> float:
     return median(took[LATENCIES // 10 :]) * 1e6
 
 
-def measure(engine: str, pairs: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"engine": engine, "cases": []}
+def measure(engine: str, pairs: int, only: set[str]) -> dict[str, Any]:
+    """`only`: keys of cases, and LATENCY."""
+    found: dict[str, Any] = {"engine": engine, "cases": [], "latency_us": None}
     with tempfile.TemporaryDirectory(prefix="qb-") as folder:
         for page_bytes in (SMALL, BIG):
             fitting = [case for case in cases() if case.page_bytes == page_bytes]
+            asked = [case for case in fitting if case.key in only]
+            first = page_bytes == SMALL and LATENCY in only
+            if not asked and not first:
+                continue
             pages = fitting[0].pages
             layer = Layer(engine, Path(folder), pages, page_bytes)
-            make = BARE.get(engine)
-            bare = make(pages, page_bytes, THEIR) if make is not None else None
+            bare = BARE[engine](pages, page_bytes, THEIR) if asked else None
             try:
-                if page_bytes == SMALL:
+                if first:
                     found["latency_us"] = latency(layer)
                 if bare is not None:
-                    found["cases"] += [compare(case, layer, bare, pairs) for case in fitting]
+                    found["cases"] += [compare(case, layer, bare, pairs) for case in asked]
             finally:
                 layer.close()
                 if bare is not None:
@@ -202,47 +212,40 @@ def measure(engine: str, pairs: int) -> dict[str, Any]:
     return found
 
 
-def judge(found: dict[str, Any]) -> list[str]:
-    """Prints what was found, with goals; those that are missed."""
-    engine = found["engine"]
-    goal = SHARE.get(engine, SHARE_OF_OTHERS)
-    missed = []
-    for case in found["cases"]:
-        met = case["share"] >= goal
-        print(
-            f"{engine:<10} {case['case']:<46} {case['layer_gb_s']:6.2f} GB/s  bare {case['bare_gb_s']:6.2f} GB/s  "
-            f"{case['share']:6.1%} of it (CPU {case['cpu_share']:.1%})  goal {goal:.0%} {'met' if met else 'MISSED'}"
-        )
-        missed += [] if met else [f"{engine}: {case['case']}"]
-    most = MICROSECONDS.get(engine)
-    met = most is None or found["latency_us"] <= most
-    word = "" if most is None else f"  goal {most:.0f} us {'met' if met else 'MISSED'}"
-    what = "one page of 23 KiB, from post to told"
-    print(f"{engine:<10} {what:<46} {found['latency_us']:6.0f} us{word}", flush=True)
-    return missed + ([] if met else [f"{engine}: latency"])
-
-
 def main() -> int:
     options = argparse.ArgumentParser(prog="bench.transfer", description=__doc__.splitlines()[0])
-    options.add_argument("engines", nargs="*", default=["shm", "tcp"])
+    options.add_argument("engines", nargs="*", metavar="ENGINE", help=f"of {', '.join(BARE)}; default: all")
+    options.add_argument("--only", action="append", choices=(*KEYS, LATENCY), help="this figure; can be given again")
     options.add_argument("--pairs", type=int, default=30)
-    options.add_argument("--json", type=Path)
+    options.add_argument("--json", type=Path, help="put the figures into this file, beside those of earlier runs")
+    options.add_argument("--table", type=Path, metavar="JSON", help="measure nothing: the table of this file")
     asked = options.parse_args()
+    if asked.table:
+        kept = json.loads(asked.table.read_text())
+        print("\n".join(report.table(kept)))
+        return int(bool(report.missed(kept["results"])))
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         print("bench.transfer needs two cores, one for either process", file=sys.stderr)
+        return 2
+    if strange := [engine for engine in asked.engines if engine not in BARE]:
+        print(f"there is no bare loop on {strange[0]}; there are {', '.join(BARE)}", file=sys.stderr)
         return 2
     globals().update(OWN=cores[0], THEIR=cores[1])
     os.sched_setaffinity(0, {OWN})
     if (load := os.getloadavg()[0]) > 0.5:
         print(f"the machine is not quiet: load average {load:.1f}", file=sys.stderr)
     results: list[dict[str, Any]] = []
-    missed: list[str] = []
-    for engine in asked.engines:
-        results.append(measure(engine, asked.pairs))
-        missed += judge(results[-1])
+    for engine in asked.engines or BARE:
+        try:
+            results.append(measure(engine, asked.pairs, set(asked.only or (*KEYS, LATENCY))))
+        except registry.MissingEngine as error:
+            print(f"{engine} is left out: {error}", file=sys.stderr)
+            continue
+        print("\n".join(report.lines(results[-1])), flush=True)
     if asked.json:
-        asked.json.write_text(json.dumps({"results": results, "missed": missed, "load": os.getloadavg()}))
+        results = report.keep(asked.json, results, describe())
+    missed = report.missed(results)
     for what in missed:
         print(f"missed: {what}")
     return int(bool(missed))
