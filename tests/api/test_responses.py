@@ -14,7 +14,8 @@ import pytest
 from quiesce.api.chat import TextModel
 from quiesce.api.errors import ApiError
 from quiesce.api.responses import parse_response
-from quiesce.core.messages import Limits, Start
+from quiesce.core.fingerprint import Limits
+from quiesce.core.messages import Start
 from router.cluster import MODEL, Cluster, cluster
 
 pytestmark = pytest.mark.anyio

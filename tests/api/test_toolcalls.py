@@ -16,7 +16,8 @@ from quiesce.api.errors import ApiError
 from quiesce.api.parse import parse_chat
 from quiesce.api.toolcalls import Arguments, Call, Form, Text, form_of, read_whole, reader_for
 from quiesce.api.tools import Tools
-from quiesce.core.messages import Limits, Start
+from quiesce.core.fingerprint import Limits
+from quiesce.core.messages import Start
 from router.cluster import MODEL, Cluster, cluster
 from tiny_model import make_tiny_llama
 

@@ -13,7 +13,8 @@ from channel_bench import Bench, wait_for
 
 from quiesce.channel import KeyPair, KeyRing, Link, LinkEvent, Listener, start_authenticator
 from quiesce.channel.options import HIGH_WATER, configure_link
-from quiesce.core.messages import Cancel, Codec, Inspected, Registered
+from quiesce.core.codec import Codec
+from quiesce.core.messages import Cancel, Inspected, Registered
 
 PEER = Path(__file__).with_name("peer_process.py")
 

@@ -6,10 +6,11 @@ import pytest
 from core_rig import D, LenderRig, only, sent
 
 from quiesce.core.admission import Promises, check, effective_limit, pages_for, refuse_pool
+from quiesce.core.fingerprint import Limits
 from quiesce.core.ledger import Ledger, LedgerError
 from quiesce.core.lender import End
 from quiesce.core.machine import Closed
-from quiesce.core.messages import Abort, Drained, Limits, TransferId
+from quiesce.core.messages import Abort, Drained, TransferId
 from quiesce.core.pages import DoubleReturn, PagePool
 from quiesce.core.proofs import LeaseKey, Proof, ProofKind
 

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quiesce.core import messages
-from quiesce.core.messages import Codec, Fingerprint, FirstToken, Grant, Leg, Sample, TokenLogprob, TransferId, Wire
+from quiesce.core.codec import Codec
+from quiesce.core.fingerprint import Fingerprint
+from quiesce.core.messages import FirstToken, Grant, Leg, Sample, TokenLogprob, TransferId, Wire
 
 KINDS = typing.get_args(Wire)
 u64 = st.integers(0, 2**64 - 1)

@@ -8,7 +8,8 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quiesce.core.messages import Confirm, Fingerprint, Hello, Unwelcome, Welcome
+from quiesce.core.fingerprint import Fingerprint
+from quiesce.core.messages import Confirm, Hello, Unwelcome, Welcome
 from quiesce.core.session import Handshake
 
 PRINT = Fingerprint("m", "w", "bfloat16", "page-major/row", 16, 4096, 2, 2, 64)

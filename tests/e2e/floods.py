@@ -25,7 +25,8 @@ from e2e.product import Product, until
 from e2e.streams import Stream
 from quiesce.channel import KeyPair
 from quiesce.channel.options import configure_link
-from quiesce.core.messages import Address, Codec, Ended, Sampling, Start
+from quiesce.core.codec import Codec
+from quiesce.core.messages import Address, Ended, Sampling, Start
 from tiny_model import make_tiny_llama
 
 GROWTH = 50  # MiB that a process may gain

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from quiesce.core.borrower import Borrower
-from quiesce.core.messages import Codec
+from quiesce.core.codec import Codec
 from quiesce.lab import fuzz
 
 GROWTH = 16 << 20  # bytes of resident memory after the first tenth: what allocators keep

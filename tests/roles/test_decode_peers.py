@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, cast
 
 from quiesce.channel import Listener, Received
-from quiesce.core.messages import Confirm, Fingerprint, Hello, Welcome
+from quiesce.core.fingerprint import Fingerprint
+from quiesce.core.messages import Confirm, Hello, Welcome
 from quiesce.core.session import Handshake
 from quiesce.roles.decode_peers import DecodePeers
 from quiesce.transfer.interface import Peer, Transport

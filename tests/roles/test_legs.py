@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from quiesce.core.messages import Codec, Control, Ended, PromptLogprobs, Sampling, Start, TokenLogprob, Tokens
+from quiesce.core.codec import Codec
+from quiesce.core.messages import Control, Ended, PromptLogprobs, Sampling, Start, TokenLogprob, Tokens
 from quiesce.engine.sampler import Sampled
 from quiesce.roles.legs import LAST_WORDS_SECONDS, OUTBOX_LIMIT, Legs, WorkerLeg
 

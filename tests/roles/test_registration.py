@@ -8,7 +8,8 @@ from pathlib import Path
 import zmq
 
 from quiesce.channel import KeyPair, KeyRing, Listener, start_authenticator
-from quiesce.core.messages import Address, Fingerprint, Limits, Register, Registered
+from quiesce.core.fingerprint import Fingerprint, Limits
+from quiesce.core.messages import Address, Register, Registered
 from quiesce.roles.registration import Registration
 
 FINGERPRINT = Fingerprint("m", "w", "float32", "l", 16, 1024, 2, 2, 16)

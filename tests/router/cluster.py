@@ -17,15 +17,14 @@ import zmq.asyncio
 
 from quiesce.api.chat import TextModel
 from quiesce.channel import AsyncLink, AsyncListener, KeyPair, KeyRing, start_authenticator
+from quiesce.core.fingerprint import Fingerprint, Limits
 from quiesce.core.messages import (
     Address,
     Cancel,
     Ended,
     Exited,
-    Fingerprint,
     Inspect,
     Inspected,
-    Limits,
     PromptLogprobs,
     Register,
     Registered,

@@ -6,12 +6,11 @@ from typing import Any
 
 import msgspec
 
+from quiesce.core.codec import Codec
+from quiesce.core.fingerprint import Fingerprint, Limits
 from quiesce.core.messages import (
     Address,
-    Codec,
     Exited,
-    Fingerprint,
-    Limits,
     Register,
     Sampling,
     Start,

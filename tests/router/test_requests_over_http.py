@@ -12,7 +12,7 @@ import pytest
 
 from quiesce.api.chat import TextModel
 from quiesce.core import messages
-from quiesce.core.messages import Limits
+from quiesce.core.fingerprint import Limits
 from router.cluster import body, cluster, until
 
 pytestmark = pytest.mark.anyio

@@ -13,7 +13,8 @@ import openai
 import pytest
 
 from quiesce.api.chat import TextModel
-from quiesce.core.messages import Limits, Start
+from quiesce.core.fingerprint import Limits
+from quiesce.core.messages import Start
 from router.cluster import Cluster, body, cluster, until
 
 pytestmark = pytest.mark.anyio

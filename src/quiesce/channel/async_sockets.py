@@ -13,7 +13,8 @@ import zmq.asyncio
 from quiesce.channel.frames import ARRIVALS, MONITOR_AT_ONCE, Counts, Framing, LinkEvent, LinkState, Received, watch
 from quiesce.channel.keys import KeyPair
 from quiesce.channel.options import configure_link, configure_listener, remove_socket_file
-from quiesce.core.messages import Codec, Wire
+from quiesce.core.codec import Codec
+from quiesce.core.messages import Wire
 
 log = logging.getLogger(__name__)
 

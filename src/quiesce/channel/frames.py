@@ -13,7 +13,8 @@ from typing import NamedTuple
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from quiesce.core.messages import Codec, Wire
+from quiesce.core.codec import Codec
+from quiesce.core.messages import Wire
 
 log = logging.getLogger(__name__)
 

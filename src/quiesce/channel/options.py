@@ -7,7 +7,7 @@ from pathlib import Path
 import zmq
 
 from quiesce.channel.keys import ZAP_DOMAIN, KeyPair
-from quiesce.core.messages import Codec
+from quiesce.core.codec import Codec
 
 HIGH_WATER = 1024  # messages queued in each direction, per peer
 CURVE_OVERHEAD = 256  # bytes that sealing adds to a message on the wire

@@ -23,7 +23,8 @@ from quiesce.channel.frames import (
 )
 from quiesce.channel.keys import KeyPair
 from quiesce.channel.options import configure_link, configure_listener, remove_socket_file
-from quiesce.core.messages import Codec, Wire
+from quiesce.core.codec import Codec
+from quiesce.core.messages import Wire
 
 T = TypeVar("T")
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quiesce.core.messages import Limits, TransferId
+from quiesce.core.fingerprint import Limits
+from quiesce.core.messages import TransferId
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The wire messages: one table, msgpack-encoded, nothing pickled.
+"""The wire messages: one table, msgpack-encoded (`codec.py`), nothing pickled.
 
 Three conversations share one encoding and one session layer:
 
@@ -11,9 +11,11 @@ Every hand-off message names (transfer id, D rank, P rank, P epoch); D means the
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import msgspec
+
+from quiesce.core.fingerprint import Fingerprint, Limits
 
 PROTOCOL_MIN = 1
 PROTOCOL_MAX = 1
@@ -46,38 +48,6 @@ class Leg(msgspec.Struct, frozen=True, order=True, array_like=True):
 
     def __str__(self) -> str:
         return f"{self.tid}/d{self.d_rank}/p{self.p_rank}@{self.p_epoch:016x}"
-
-
-class Fingerprint(msgspec.Struct, frozen=True):
-    """What two engines must agree on before a page of one means anything to the other."""
-
-    model: str
-    weights: str  # digest of the model's configuration and weight index
-    dtype: str
-    layout: str  # id of the page's byte order, e.g. "page-major/row"
-    page_size: int  # tokens
-    page_bytes: int
-    layers: int
-    kv_heads: int
-    head_dim: int
-    ranks: int = 1
-    direction: Literal["push", "pull"] = "push"  # who moves the pages: prefill writes them, or decode reads them
-
-    def difference(self, other: Fingerprint) -> str | None:
-        """The first field that differs as `name: mine != theirs`, or None."""
-        for field in self.__struct_fields__:
-            mine, theirs = getattr(self, field), getattr(other, field)
-            if mine != theirs:
-                return f"{field}: {mine!r} != {theirs!r}"
-        return None
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """What one worker can take. The effective limit of a pair is the minimum of both (guard D3)."""
-
-    context_length: int  # tokens of prompt + answer
-    pool_tokens: int
-    max_queued: int  # requests held by the worker, waiting ones included
 
 
 # ---------------------------------------------------------------- sessions
@@ -311,11 +281,16 @@ class Register(Message, frozen=True):
     local_prefill: bool = False  # a decode worker that computes prompts of its own when asked to
     step: str = ""
     cautions: tuple[str, ...] = ()  # for operators: what makes this worker less safe than the default is
+    agreed: int = 0  # the limit by which it refuses, as the router last told it; 0: its own alone
     transfers: tuple[str, ...] = ()  # for people: which transfer engine it has with its peers, and why
 
 
 class Registered(Message, frozen=True):
+    """`limit`: tokens of prompt and answer that every worker which this one could be paired with can take, itself
+    included (guard D3); 0: there is none yet."""
+
     router_epoch: int
+    limit: int = 0
 
 
 class Exited(Message, frozen=True):
@@ -400,31 +375,3 @@ HandOff = Pull | Offer | Accept | Refused | Done | Failed | Ack | Abort | Draine
 Session = Hello | Welcome | Confirm | Unwelcome | Ping | Pong | Await | Reached
 Control = Register | Registered | Exited | Start | Cancel | Tokens | PromptLogprobs | Ended | Inspect | Inspected
 Wire = HandOff | Session | Control
-
-
-class Codec:
-    """Encodes and decodes with a size limit. Malformed input is counted, never fatal."""
-
-    MAX_BYTES: ClassVar[int] = 16 << 20
-
-    def __init__(self) -> None:
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[Wire] = msgspec.msgpack.Decoder(Wire)
-        self.malformed = 0
-
-    def encode(self, message: Wire) -> bytes:
-        frame = self._encoder.encode(message)
-        if len(frame) > self.MAX_BYTES:
-            raise ValueError(f"{type(message).__name__} of {len(frame)} bytes exceeds {self.MAX_BYTES}")
-        return frame
-
-    def decode(self, frame: bytes | memoryview) -> Wire | None:
-        """The message, or None (counted in `malformed`) for anything that is not one."""
-        if len(frame) > self.MAX_BYTES:
-            self.malformed += 1
-            return None
-        try:
-            return self._decoder.decode(frame)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            self.malformed += 1
-            return None

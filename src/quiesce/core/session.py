@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from quiesce.core.fingerprint import Fingerprint
 from quiesce.core.messages import (
     PROTOCOL_MAX,
     PROTOCOL_MIN,
     Confirm,
-    Fingerprint,
     Hello,
     Unwelcome,
     Welcome,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-from quiesce.core.messages import Fingerprint
+from quiesce.core.fingerprint import Fingerprint
 from quiesce.engine.config import ModelConfig
 from quiesce.engine.errors import EngineError
 from quiesce.engine.weights import weight_files

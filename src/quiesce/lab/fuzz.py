@@ -26,10 +26,11 @@ import zmq
 
 from quiesce.channel.frames import Framing
 from quiesce.core.borrower import Borrower, LenderUp
+from quiesce.core.codec import Codec
 from quiesce.core.ledger import Ledger
 from quiesce.core.lender import Lender, Publish
 from quiesce.core.machine import Heard
-from quiesce.core.messages import Codec, HandOff, Ping, TransferId, Wire
+from quiesce.core.messages import HandOff, Ping, TransferId, Wire
 from quiesce.core.pages import PagePool
 from quiesce.core.pull_lender import PullLender
 from quiesce.core.pull_reader import PullReader

@@ -17,10 +17,11 @@ import msgspec
 
 from quiesce.core.admission import pages_for
 from quiesce.core.borrower import Chunk, ChunkReady, Complete, Outcome, PostEnded
+from quiesce.core.fingerprint import Limits
 from quiesce.core.ledger import Ledger
 from quiesce.core.lender import Publish
 from quiesce.core.machine import CheckGrant, Fired, Heard, Post, Timer
-from quiesce.core.messages import Drained, FirstToken, Limits, TransferId
+from quiesce.core.messages import Drained, FirstToken, TransferId
 from quiesce.core.proofs import Borrowing, Waiver
 from quiesce.core.pulling import Checked
 from quiesce.roles.decode import DecodeWorker

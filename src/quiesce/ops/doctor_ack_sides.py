@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quiesce.core.borrower import DrainSaid, PostEnded
+from quiesce.core.codec import Codec
 from quiesce.core.ledger import Ledger
 from quiesce.core.lender import NotRevoked
 from quiesce.core.machine import Action, Closed, Heard, Revoke, Send, TryDrain
 from quiesce.core.machine import Post as ToPost
-from quiesce.core.messages import Busy, Codec, Drained, HandOff, Leg, NeverStarted, Tainted
+from quiesce.core.messages import Busy, Drained, HandOff, Leg, NeverStarted, Tainted
 from quiesce.core.pages import PagePool
 from quiesce.transfer.arena import shared_arena
 from quiesce.transfer.interface import Peer, Post, Transport

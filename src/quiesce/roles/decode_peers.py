@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from quiesce.channel import Listener, Received
-from quiesce.core.messages import Confirm, Fingerprint, HandOff, Hello, Ping, Pong, Unwelcome, Welcome, Wire
+from quiesce.core.fingerprint import Fingerprint
+from quiesce.core.messages import Confirm, HandOff, Hello, Ping, Pong, Unwelcome, Welcome, Wire
 from quiesce.core.session import Handshake
 from quiesce.transfer.interface import Peer, Transport
 

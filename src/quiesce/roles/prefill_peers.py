@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import zmq
 
 from quiesce.channel import KeyPair, Link, LinkEvent
-from quiesce.core.messages import Address, Fingerprint, Unwelcome, Welcome, Wire
+from quiesce.core.fingerprint import Fingerprint
+from quiesce.core.messages import Address, Unwelcome, Welcome, Wire
 from quiesce.core.session import Handshake
 from quiesce.roles.silence import ATTACH_LEAST
 

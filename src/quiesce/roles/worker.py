@@ -21,16 +21,15 @@ import msgspec
 import zmq
 
 from quiesce.channel import KeyRing, Received, start_authenticator
+from quiesce.core.fingerprint import Fingerprint, Limits
 from quiesce.core.ledger import Ledger
 from quiesce.core.machine import Action
 from quiesce.core.messages import (
     Address,
     Cancel,
     Ended,
-    Fingerprint,
     Inspect,
     Inspected,
-    Limits,
     Register,
     Sample,
     Start,

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from quiesce.core.messages import Codec, Fingerprint
+from quiesce.core.codec import Codec
+from quiesce.core.fingerprint import Fingerprint
 from quiesce.roles.settings import Policy
 from quiesce.router.registry import Patience, Worker
 

@@ -11,7 +11,8 @@ import time
 from itertools import count
 from typing import Any, NamedTuple
 
-from quiesce.core.messages import Confirm, Fingerprint, Hello, Welcome
+from quiesce.core.fingerprint import Fingerprint
+from quiesce.core.messages import Confirm, Hello, Welcome
 from quiesce.core.session import Handshake
 from quiesce.lab.checker.freeze import freeze
 from quiesce.lab.checker.search import Progress, Result

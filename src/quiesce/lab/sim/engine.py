@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from quiesce.core.messages import Fingerprint
+from quiesce.core.fingerprint import Fingerprint
 from quiesce.engine.engine import Result
 from quiesce.engine.sampler import Sampled
 from quiesce.lab.sim.world import World
