@@ -118,7 +118,7 @@ lock: $(RUNTIME) ## pin every dependency anew in constraints.txt, from pyproject
 	@$(LOCKING)/bin/python -m pip install --disable-pip-version-check '.[test]'
 	@$(LOCKING)/bin/python -m pip freeze --all --exclude pip --exclude quiesce > $(LOCKING)/all.txt
 	@{ echo '# Every package that Quiesce and its tests use, pinned; written by `make lock`.'; \
-	  sed -E 's/\+[A-Za-z0-9.]+$$//; / @ /d; /^(nvidia|cuda|triton)/d' $(LOCKING)/all.txt; } > $(LOCKING)/new.txt
+	  sed -E 's/\+[A-Za-z0-9.]+$$//; / @ /d; /^(nvidia|cuda)/d' $(LOCKING)/all.txt; } > $(LOCKING)/new.txt
 	@mv $(LOCKING)/new.txt constraints.txt
 	@rm -rf $(LOCKING)
 	@git diff --stat -- constraints.txt

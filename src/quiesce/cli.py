@@ -267,7 +267,7 @@ def _worker(
     from quiesce.ops.preflight import check_model  # noqa: PLC0415
 
     folder = _resolve(model)
-    check_model(folder, sizes, engine, workers=1)
+    check_model(folder, sizes, engine, workers=1, colocated=role == "colocated")
     return worker_settings(role, folder, name, key, wiring, sizes, engine, hand_off, process)
 
 

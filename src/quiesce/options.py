@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Group, Parameter
 
 from quiesce.roles.settings import (
+    AttentionBackend,
     Direction,
     Dtype,
     Expiry,
@@ -183,6 +184,17 @@ class EngineOptions:
             help="Instruction set of the native CPU step: by default the best one here; off runs plain PyTorch.",
         ),
     ] = "auto"
+    attention_backend: Annotated[
+        AttentionBackend,
+        Parameter(
+            group=ENGINE,
+            help="Attention on a device: by default the first of flashinfer, triton and torch that is there and "
+            "gives the right answer on scratch memory.",
+        ),
+    ] = "auto"
+    cuda_graphs: Annotated[
+        bool, Parameter(group=ENGINE, help="On CUDA: replay the decode step as a graph where it can be recorded.")
+    ] = True
 
 
 @Parameter(name="*")

@@ -68,6 +68,8 @@ def worker_settings(
         threads=engine.threads,
         quantization=engine.quantization,
         native_level=engine.native_level,
+        attention_backend=engine.attention_backend,
+        cuda_graphs=engine.cuda_graphs,
         context_length=sizes.context_length,
         page_size=sizes.page_size,
         max_total_tokens=sizes.max_total_tokens,

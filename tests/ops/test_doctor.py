@@ -204,7 +204,9 @@ def test_memory_of_all_pools_and_weights(model: Path):
     said(memory(4 * GIB, 8 * GIB), "ok")
     said(memory(1 << 20, 8 * GIB), "warn", "--max-total-tokens")
     said(memory(1 << 20, 2 << 20), "fail", "more than there is")
-    said(memory(1 << 20, 2 << 20, replace(engine, device="cuda")), "ok", "on cuda")
+    cuda = replace(engine, device="cuda")
+    said(memory(4 * GIB, 8 * GIB, cuda), "ok", "on cuda, the pools mirrored here")
+    said(memory(1 << 20, 2 << 20, cuda), "fail", "more than there is")
 
 
 def test_layout_of_a_model_that_the_engine_does_not_run(model: Path, tmp_path: Path):

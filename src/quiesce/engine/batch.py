@@ -11,6 +11,7 @@ import torch
 from quiesce.core.messages import Sampling
 from quiesce.engine.config import ModelConfig
 from quiesce.engine.errors import EngineError
+from quiesce.engine.gpu.segments import Segment, segments
 from quiesce.engine.grammar import Progress
 from quiesce.engine.kv import KVPool
 from quiesce.engine.penalties import needs_history
@@ -41,6 +42,7 @@ class Row:
     prompt_tokens: int = 0
     prompt_logprobs: int | None = None
     grammar: Progress | None = None  # the answer's own; needed where `sample` names a grammar
+    landed: Sequence[int] = ()  # those of `pages` that a transport has filled since the last step
 
     @property
     def end(self) -> int:
@@ -93,6 +95,7 @@ class Batch:
     wanted: torch.Tensor  # flat tokens whose logits are needed
     samplers: list[int]  # the row each wanted token belongs to
     firsts: dict[int, int]  # row -> its first flat token
+    segments: list[Segment]  # for paged attention, which needs neither groups nor chunks
 
 
 def check_rows(rows: Sequence[Row], config: ModelConfig, kv: KVPool, context_length: int) -> None:
@@ -112,6 +115,8 @@ def check_rows(rows: Sequence[Row], config: ModelConfig, kv: KVPool, context_len
             raise EngineError(f"{what} has {len(row.pages)} pages, but {needed} of {kv.page_size} are needed")
         if min(row.pages) < 0 or max(row.pages) >= kv.pages:
             raise EngineError(f"{what} names a page outside 0..{kv.pages - 1}")
+        if row.landed and not set(row.landed).issubset(row.pages):
+            raise EngineError(f"{what} names landed pages that are not its own")
         for page in row.pages[row.start // kv.page_size : needed]:
             if writer.setdefault(page, number) != number:
                 raise EngineError(f"{what} and row {writer[page]} both write page {page}")
@@ -135,11 +140,13 @@ def _check_history(row: Row, what: str, vocab_size: int) -> None:
         raise EngineError(f"{what} is followed by a prompt token outside 0..{vocab_size - 1}")
 
 
-def plan(rows: Sequence[Row], kv: KVPool, *, deterministic: bool, block: int, device: torch.device) -> Batch:
+def plan(
+    rows: Sequence[Row], kv: KVPool, *, deterministic: bool, block: int, device: torch.device, paged: bool = False
+) -> Batch:
     """Lay out checked rows: single tokens first, by context length, then chunks.
 
     `block` is the number of tokens to which what a row reads is padded (a multiple of the page size);
-    `deterministic` pads the flat batch to MIN_ROWS.
+    `deterministic` pads the flat batch to MIN_ROWS; `paged`: for paged attention, over segments.
     """
     singles = sorted((i for i, row in enumerate(rows) if len(row.tokens) == 1), key=lambda i: rows[i].start)
     order = singles + [i for i, row in enumerate(rows) if len(row.tokens) > 1]
@@ -158,7 +165,7 @@ def plan(rows: Sequence[Row], kv: KVPool, *, deterministic: bool, block: int, de
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
     chunks = []
-    for at in range(len(singles), len(order)):
+    for at in range(len(singles), 0 if paged else len(order)):
         row, last = rows[order[at]], int(ends[at])
         table = _tables([row], kv.page_size, block)
         chunks.append(Chunk(last - len(row.tokens), last, row.start, tensor(kv.half_index(table))))
@@ -169,11 +176,12 @@ def plan(rows: Sequence[Row], kv: KVPool, *, deterministic: bool, block: int, de
         positions=tensor(np.pad(positions, (0, padding))),
         slots=tensor(kv.slot_index(pages, slots)),
         cleared=tensor(pages[slots == 0]),
-        groups=list(_groups([rows[i] for i in singles], kv, block, device)),
+        groups=[] if paged else list(_groups([rows[i] for i in singles], kv, block, device)),
         chunks=chunks,
         wanted=tensor(ends[wanted] - 1),
         samplers=[order[at] for at in wanted],
         firsts=dict(zip(order, (ends - lengths).tolist(), strict=True)),
+        segments=segments([rows[i] for i in order], kv.page_size, len(singles), device) if paged else [],
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +16,11 @@ from quiesce.engine.batch import Batch, Row, check_rows
 from quiesce.engine.config import dtype_of, read_config
 from quiesce.engine.errors import EngineError, NonFiniteLogits
 from quiesce.engine.fingerprint import fingerprint
+from quiesce.engine.gpu.choice import Choice, device_of
+from quiesce.engine.gpu.choice import choose as choose_attention
+from quiesce.engine.gpu.graphs import SIZES, CudaRecorder, on
 from quiesce.engine.grammar import Grammars
-from quiesce.engine.kv import KVPool
+from quiesce.engine.kv import KVPool, Staging
 from quiesce.engine.logprobs import token_logprob
 from quiesce.engine.model import Model
 from quiesce.engine.native.library import AUTO, choose
@@ -24,6 +29,8 @@ from quiesce.engine.penalties import needs_history
 from quiesce.engine.quantize import round_to_int8
 from quiesce.engine.sampler import Sampled, check_sampling, sample
 from quiesce.engine.weights import load_weights
+
+log = logging.getLogger("quiesce.engine")
 
 QUANTIZATIONS = ("none", "int8")
 SCORED_AT_ONCE = 64  # positions whose logits are held at a time for prompt log-probabilities
@@ -57,11 +64,16 @@ class Engine:
         context_length: int | None = None,
         quantization: str = "none",
         native_level: str = AUTO,
+        attention: str = AUTO,
+        cuda_graphs: bool = True,
+        staging: Staging = "none",
     ) -> None:
         """Load `model_dir` and allocate the pool. Raises EngineError for what cannot be run.
 
         `context_length` (tokens) may be below the model's own, never above. `quantization` is one of
-        QUANTIZATIONS, `native_level` as in `native.library.choose`; `how` then says which step it is.
+        QUANTIZATIONS, `native_level` as in `native.library.choose`; `how` then says which step it is. `attention`,
+        one of `gpu.choice.BACKENDS`, and `cuda_graphs` are for devices; on the CPU a backend that is named runs in
+        the plain step. `staging`: what transports do with a pool in device memory, see `KVPool`.
         """
         torch.set_num_threads(threads)
         self.model_config = read_config(Path(model_dir))
@@ -74,12 +86,25 @@ class Engine:
         if quantization not in QUANTIZATIONS:
             raise EngineError(f"quantization {quantization!r} is none of {', '.join(QUANTIZATIONS)}")
         self.fingerprint = fingerprint(self.model_config, dtype, page_size, quantization)
-        self.deterministic, self._device = deterministic, torch.device(device)
-        native_library, self.how = choose(native_level, self._device.type)
+        self.deterministic, self._device = deterministic, device_of(device)
+        if deterministic and attention != AUTO:
+            raise EngineError(
+                f"deterministic: it has an attention of its own, not {attention}; leave out one of them"
+            )
+        paged = not deterministic and (self._device.type != "cpu" or attention != AUTO)
+        native_library, self.how = choose(native_level, self._device.type) if not paged else (None, "")
         self.grammars = Grammars(Path(model_dir), self.model_config.vocab_size, self.eos_ids)
-        self.kv = KVPool(self.model_config, pages=pool_pages, page_size=page_size, dtype=dtype, device=self._device)
+        self.kv = KVPool(
+            self.model_config,
+            pages=pool_pages,
+            page_size=page_size,
+            dtype=dtype,
+            device=self._device,
+            staging=staging,
+            apart=paged,
+        )
         self._model: Model | NativeModel
-        with torch.inference_mode():
+        with torch.inference_mode(), on(self._device):
             weights = load_weights(self.model_config, self._device, dtype_of(dtype))
             sizes = {"context_length": self.context_length, "page_size": page_size}
             quantized = quantization != "none"
@@ -90,7 +115,31 @@ class Engine:
             else:
                 if quantized:
                     round_to_int8(weights)
-                self._model = Model(self.model_config, weights, deterministic=deterministic, **sizes)
+                chosen = choose_attention(attention, self.model_config, page_size, weights) if paged else None
+                self._model = Model(
+                    self.model_config,
+                    weights,
+                    deterministic=deterministic,
+                    paged=chosen.attention if chosen else None,
+                    **sizes,
+                )
+                if native_library is None and not self.how:
+                    self.how = f"PyTorch on {device}, {chosen.how if chosen else 'attention that is deterministic'}"
+                if chosen is not None and self._device.type == "cuda":
+                    self.how += f"; {self._graphs(chosen, cuda_graphs)}"
+
+    def _graphs(self, chosen: Choice, wanted: bool) -> str:
+        """What came of recording the decode step, for people."""
+        if not wanted or chosen.decode is None:
+            return "no CUDA graphs: " + ("not wanted" if chosen.decode else f"none can hold {chosen.attention.name}")
+        assert isinstance(self._model, Model)
+        try:
+            self._model.record(self.kv, chosen.decode, CudaRecorder(self._device))
+        except Exception as error:  # whatever a driver or a kernel that cannot be captured raises
+            self._model.graphs = None
+            log.warning("the decode step runs without CUDA graphs", exc_info=error)
+            return f"no CUDA graphs: recording failed: {type(error).__name__}: {error}"[:300]
+        return f"CUDA graphs of up to {SIZES[-1]} rows with {chosen.decode.name}"
 
     @property
     def native(self) -> bool:
@@ -110,7 +159,7 @@ class Engine:
         self._check(rows)
         if not rows:
             return []
-        with torch.inference_mode():
+        with torch.inference_mode(), self._under_way():
             batch, hidden = self._forward(rows)
             lines = _as_numpy(self._model.logits(hidden[batch.wanted]))
             bad = {number for number, line in zip(batch.samplers, lines, strict=True) if not np.isfinite(line).all()}
@@ -127,7 +176,7 @@ class Engine:
         self._check(rows)
         if not rows:
             return [], np.empty((0, self.model_config.vocab_size), np.float32)
-        with torch.inference_mode():
+        with torch.inference_mode(), self._under_way():
             batch, hidden = self._forward(rows)
             return batch.samplers, _as_numpy(self._model.logits(hidden[batch.wanted]))
 
@@ -158,8 +207,27 @@ class Engine:
         if isinstance(self._model, NativeModel):
             flat = self._model.plan(rows, self.kv)
             return flat, self._model.forward(flat, self.kv)
+        if self.kv.mirror is None:
+            batch = self._model.plan(rows, self.kv)
+            return batch, self._model.forward(batch, self.kv)
+        for row in rows:
+            self.kv.fetch(row.landed)
         batch = self._model.plan(rows, self.kv)
-        return batch, self._model.forward(batch, self.kv)
+        hidden = self._model.forward(batch, self.kv)
+        size = self.kv.page_size
+        for row in rows:
+            self.kv.publish(row.pages[row.start // size : -(-row.end // size)])
+        return batch, hidden
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        """A step ends when the device has ended it, however it ends: only then are its pages written, and only then
+        may they be given to somebody else (guards L1 and D2)."""
+        with on(self._device):
+            try:
+                yield
+            finally:
+                self.kv.finish()
 
     def _draw(self, row: Row, line: np.ndarray) -> Sampled:
         assert row.sample is not None

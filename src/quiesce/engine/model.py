@@ -12,6 +12,8 @@ from quiesce.engine.attention import EXACT_BLOCK
 from quiesce.engine.batch import MIN_ROWS, Batch, Row, plan
 from quiesce.engine.config import ModelConfig
 from quiesce.engine.errors import EngineError
+from quiesce.engine.gpu.graphs import SIZES, DecodeGraphs, Recorder
+from quiesce.engine.gpu.paged import Attention
 from quiesce.engine.kv import KVPool
 from quiesce.engine.product import pack, packable, packed, product
 from quiesce.engine.rope import rotary
@@ -21,11 +23,21 @@ PROBE_ROWS = (MIN_ROWS, 7, 33, 64, 130)
 
 
 class Model:
-    """Weights plus rotary tables. `deterministic` makes a token's bits independent of its batch."""
+    """Weights plus rotary tables. `deterministic` makes a token's bits independent of its batch. `paged`: attention
+    over pages where they lie, instead of over gathered copies; not deterministic."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, *, context_length: int, page_size: int, deterministic: bool
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        *,
+        context_length: int,
+        page_size: int,
+        deterministic: bool,
+        paged: Attention | None = None,
     ) -> None:
+        assert paged is None or not deterministic
+        self.paged, self.graphs = paged, None  # type: Attention | None, DecodeGraphs | None
         self.config, self.weights, self.deterministic = config, weights, deterministic
         self._dtype, self._device = weights.embedding.dtype, weights.embedding.device
         self._q_size, self._kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -41,12 +53,37 @@ class Model:
 
     def plan(self, rows: Sequence[Row], kv: KVPool) -> Batch:
         """Lay out checked rows for `forward`."""
-        return plan(rows, kv, deterministic=self.deterministic, block=self._block, device=self._device)
+        return plan(
+            rows,
+            kv,
+            deterministic=self.deterministic,
+            block=self._block,
+            device=self._device,
+            paged=self.paged is not None,
+        )
+
+    def record(self, kv: KVPool, by: Attention, recorder: Recorder, sizes: tuple[int, ...] = SIZES) -> None:
+        """Graphs of the decode step, with attention `by`. Raises whatever recording raises."""
+        self.graphs = DecodeGraphs(
+            lambda batch: self._layers(batch, kv, by),
+            kv,
+            context_length=self._cos.shape[0],
+            recorder=recorder,
+            sizes=sizes,
+        )
 
     def forward(self, batch: Batch, kv: KVPool) -> torch.Tensor:
         """Compute all tokens, write their K and V, and return hidden states [tokens, hidden] for `logits`."""
-        weights, eps = self.weights, self.config.norm_eps
         kv.clear(batch.cleared)
+        if self.graphs is not None and (hidden := self.graphs.run(batch)) is not None:
+            return hidden
+        for segment in batch.segments:
+            assert self.paged is not None
+            self.paged.plan(segment)
+        return self._layers(batch, kv, self.paged)
+
+    def _layers(self, batch: Batch, kv: KVPool, paged: Attention | None) -> torch.Tensor:
+        weights, eps = self.weights, self.config.norm_eps
         shape = (self.config.hidden_size,)
         x = F.embedding(batch.tokens, weights.embedding)
         cos, sin = self._cos[batch.positions].unsqueeze(1), self._sin[batch.positions].unsqueeze(1)
@@ -54,7 +91,7 @@ class Model:
             qkv = product(F.rms_norm(x, shape, layer.attention_norm, eps), layer.qkv, layer.qkv_bias)
             self._normalise(qkv, layer)
             self._rotate(qkv, cos, sin)
-            attended = self._attend(number, qkv, batch, kv)
+            attended = self._attend(number, qkv, batch, kv, paged)
             x += product(attended, layer.out, layer.out_bias)
             gate, up = product(F.rms_norm(x, shape, layer.mlp_norm, eps), layer.gate_up).chunk(2, -1)
             x += product(F.silu(gate).mul_(up), layer.down)
@@ -86,12 +123,18 @@ class Model:
         turned = heads.roll(dim // 2, -1).mul_(sin)
         heads.mul_(cos).add_(turned)
 
-    def _attend(self, layer: int, qkv: torch.Tensor, batch: Batch, kv: KVPool) -> torch.Tensor:
+    def _attend(
+        self, layer: int, qkv: torch.Tensor, batch: Batch, kv: KVPool, paged: Attention | None
+    ) -> torch.Tensor:
         """Write K and V of the batch's tokens, then attend: [tokens, heads * head_dim]."""
         config, n = self.config, batch.n
         q = qkv[:, : self._q_size].view(-1, config.kv_heads, config.heads // config.kv_heads, config.head_dim)
         new = qkv[:n, self._q_size :].view(n, 2, config.kv_heads, config.head_dim)
         kv.write(layer, batch.slots, new)
+        if paged is not None:
+            k, v = kv.of_layer(layer)
+            parts = [paged.attend(q[part.first : part.last], k, v, part) for part in batch.segments]
+            return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(-1, self._q_size)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for group in batch.groups:
             rows = slice(group.first, group.last)

@@ -124,7 +124,8 @@ def memory(
     weights = workers * sum(path.stat().st_size for path in weight_files(folder))
     found = f"{workers} workers: pools {_gib(pools)}, weights {_gib(weights)}; {_gib(free)} free of {_gib(most)}"
     if engine.device != "cpu":
-        return ok("memory", f"{found}; pools are on {engine.device}")
+        found += f"; weights and pools are on {engine.device}, the pools mirrored here"
+        weights = 0
     if pools > most:
         return fail("memory", found, "Lower --max-total-tokens: the pools alone are more than there is.")
     if pools + weights > free:

@@ -40,7 +40,9 @@ def check_routing(routing: RoutingOptions, hand_off: HandOffOptions) -> None:
         )
 
 
-def check_model(folder: Path, sizes: SizeOptions, engine: EngineOptions, workers: int) -> None:
+def check_model(
+    folder: Path, sizes: SizeOptions, engine: EngineOptions, workers: int, *, colocated: bool = False
+) -> None:
     """The sizes against each other, the model and this machine (guard D3). Raises SettingsError."""
     config = _config(folder)
     own = context_of(config)
@@ -50,7 +52,7 @@ def check_model(folder: Path, sizes: SizeOptions, engine: EngineOptions, workers
     pool = sizes.max_total_tokens // sizes.page_size * sizes.page_size
     if context is not None and (refusal := refuse_pool(context, pool, "KV")) is not None:
         raise SettingsError(refusal[0].upper() + refusal[1:])
-    if engine.device == "cpu":
+    if engine.device == "cpu" or not colocated:  # a device pool's pages lie once more in host memory, to be moved
         _check_memory(config, pool, engine, workers)
 
 
@@ -97,7 +99,8 @@ def _check_memory(config: dict[str, Any], pool: int, engine: EngineOptions, work
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if need > have:
         raise SettingsError(
-            f"{workers} KV pools of {pool} tokens need {need / 2**30:.1f} GiB and this machine has "
+            f"{workers} KV pools of {pool} tokens{'' if engine.device == 'cpu' else ', mirrored in host memory,'} "
+            f"need {need / 2**30:.1f} GiB and this machine has "
             f"{have / 2**30:.1f} GiB: lower --max-total-tokens."
         )
 

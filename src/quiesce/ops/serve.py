@@ -98,7 +98,8 @@ def serve(asked: Serve) -> int:
     check_children(asked)
     check_keys(asked.http.api_keys)
     check_tls(asked.http)
-    check_model(asked.model, asked.sizes, asked.engine, len(asked.worker_names))
+    workers, colocated = len(asked.worker_names), asked.cluster.colocated
+    check_model(asked.model, asked.sizes, asked.engine, workers, colocated=colocated)
     asked = replace(asked, http=replace(asked.http, port=choose_port(asked.http.host, asked.http.port)))
     signal.signal(signal.SIGTERM, _leave)  # until the supervisor takes signals over
     run_dir = RunDir()

@@ -8,6 +8,7 @@ from quiesce.channel.tls import Certificates
 from quiesce.core.admission import refuse_pool
 from quiesce.engine.engine import Engine
 from quiesce.engine.errors import EngineError
+from quiesce.engine.kv import Staging
 from quiesce.roles.decode import DecodeWorker
 from quiesce.roles.prefill import PrefillWorker
 from quiesce.roles.proving import unproven
@@ -20,6 +21,8 @@ from quiesce.transfer.interface import Transport
 from quiesce.transfer.tcp_tls import Tls
 
 log = logging.getLogger("quiesce.worker")
+
+STAGING: dict[str, Staging] = {"prefill": "source", "decode": "target", "colocated": "none"}
 
 
 def make_engine(settings: WorkerSettings) -> Engine:
@@ -35,10 +38,13 @@ def make_engine(settings: WorkerSettings) -> Engine:
         context_length=settings.context_length,
         quantization=settings.quantization,
         native_level=settings.native_level,
+        attention=settings.attention_backend,
+        cuda_graphs=settings.cuda_graphs,
+        staging=STAGING[settings.role],
     )
     asked = settings.native_level != "auto" or settings.device != "cpu"
     log.log(logging.INFO if engine.native or asked else logging.WARNING, "engine step: %s", engine.how)
-    pool_tokens = engine.kv.arena.count * settings.page_size
+    pool_tokens = engine.kv.pages * settings.page_size
     refusal = refuse_pool(engine.context_length, pool_tokens, settings.role)
     if refusal is not None:
         raise EngineError(refusal)

@@ -228,6 +228,7 @@ class DecodeWorker(AnsweringWorker):
                 leg.transfer_began, leg.transfer_ended = leg.left_queue, time.monotonic()
                 self.received += 0 if leg.start.probe else len(leg.start.token_ids)
                 sequence = self.generation.sequence(tid, computed=len(leg.start.token_ids))
+                sequence.landed = tuple(sequence.pages)
                 self.generation.take(sequence, Sampled(result.token, result.logprob))
             case Lost(tid, reason):
                 self._lost(tid, reason)

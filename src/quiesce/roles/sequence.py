@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Pages
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,6 +29,7 @@ class Sequence:
     probe: bool = False  # a test of this worker: it counts nowhere
     grammar: Compiled | None = None
     scored: bool = True  # its prompt's log-probabilities, when wanted, are still to be said
+    landed: Pages[int] = ()  # pages that a transfer has filled and no step has read yet
     ended: bool = False
 
     @property
@@ -61,6 +63,7 @@ class Sequence:
             prompt_tokens=self.prompt_tokens,
             prompt_logprobs=self.sampling.prompt_logprobs if self.scored else None,
             grammar=self.grammar.progress if self.grammar else None,
+            landed=self.landed,
         )
 
     def append(self, token: int) -> Outcome | None:

@@ -20,6 +20,7 @@ Policy = Literal["round-robin", "least-loaded"]
 Failover = Literal["never", "exact", "always"]
 Quantization = Literal["none", "int8"]
 NativeLevel = Literal["auto", "off", "avx512bf16", "avx512", "avx2", "base"]
+AttentionBackend = Literal["auto", "flashinfer", "triton", "torch"]
 Direction = Literal["push", "pull"]
 
 
@@ -63,6 +64,8 @@ class WorkerSettings:
     threads: int = 1
     quantization: Quantization = "none"
     native_level: NativeLevel = "auto"
+    attention_backend: AttentionBackend = "auto"  # of devices; named on the CPU, of the plain step
+    cuda_graphs: bool = True
     context_length: int | None = None  # None: the model's own
     page_size: int = 16
     max_total_tokens: int = 65536  # size of the KV pool

@@ -88,6 +88,7 @@ class Steps:
                 self.tell.failed(sequence, end.errors[index])
                 continue
             sequence.computed += count
+            sequence.landed = ()
             self.tell.computed(sequence, end.results[index])
         return True
 

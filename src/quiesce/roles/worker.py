@@ -86,7 +86,7 @@ class Worker(ABC):
         self.thread = EngineThread(engine)
         self.compiler = Compiler(engine.grammars)
         rows = settings.max_running + max(settings.max_running, SPARE_ROWS)
-        self.ledger = Ledger(PagePool(engine.kv.arena.count), PagePool(rows, "rows"))
+        self.ledger = Ledger(PagePool(engine.kv.pages), PagePool(rows, "rows"))
         self.budget = hold_budget(settings, self.ledger.pool.count, self.ledger.rows.count)
         self.batch = Batch(settings.max_running, settings.chunked_prefill_size)
         self.steps = Steps(
@@ -97,7 +97,7 @@ class Worker(ABC):
             Listeners(self.computed, self.step_failed, self.retract),
         )
         self.legs = Legs(self.listener)
-        self.ownership = OwnershipLog(self.rid_of, pages=engine.kv.arena.count)
+        self.ownership = OwnershipLog(self.rid_of, pages=engine.kv.pages)
         self.holds = Holds(self.ledger)
         self.waits, self.transfers = Waits(), Transfers()
         self.transfers_failed = 0
@@ -318,7 +318,7 @@ class Worker(ABC):
     def limits(self) -> Limits:
         return Limits(
             context_length=self.settings.context_length or self.engine.context_length,
-            pool_tokens=self.engine.kv.arena.count * self.settings.page_size,
+            pool_tokens=self.engine.kv.pages * self.settings.page_size,
             max_queued=self.settings.max_queued,
         )
 

@@ -65,7 +65,8 @@ class SimEngine:
         self.context_length = 1 << 20
         self.model_config = SimpleNamespace(vocab_size=VOCABULARY)
         self.fingerprint = Fingerprint("sim", "", "tag", "page-major/row", world.page_size, 1 << 16, 1, 1, 1)
-        self.kv = SimpleNamespace(arena=SimpleNamespace(count=pages, page_bytes=1 << 16, fd=None), copy=self._copy)
+        arena = SimpleNamespace(count=pages, page_bytes=1 << 16, fd=None)
+        self.kv = SimpleNamespace(pages=pages, arena=arena, copy=self._copy)
 
     def _copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         for one, other in zip(source, target, strict=False):
