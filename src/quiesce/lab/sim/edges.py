@@ -102,10 +102,10 @@ def _changes(
     now = clock.monotonic
     yield Change(revoking, "FENCE_POLL", fence_poll)
     yield Change(worker, "zmq", SimpleNamespace(Context=Nothing, Poller=Nothing, POLLIN=0))
-    yield Change(worker, "KeyPair", SimpleNamespace(load=lambda path: SimKeys(Path(path).stem)))
+    yield Change(registration, "KeyPair", SimpleNamespace(load=lambda path: SimKeys(Path(path).stem)))
     yield Change(worker, "KeyRing", lambda path: None)
     yield Change(worker, "start_authenticator", lambda context, ring: Nothing())
-    yield Change(worker, "Listener", lambda context, bind, keys: SimListener(net, bind, keys))
+    yield Change(registration, "Listener", lambda context, bind, keys: SimListener(net, bind, keys))
     yield Change(worker, "EngineThread", SimThread)
     yield Change(worker, "log", faults)
     yield Change(worker, "Compiler", NoGrammars)
