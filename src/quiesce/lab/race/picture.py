@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 
 from quiesce.lab.race.history import Band, History, Write, history
-from quiesce.lab.race.stage import Run
+from quiesce.lab.race.stage import SECRET, Run
 from quiesce.roles.ownership import runs_of
 
 WIDTH, LEFT, RIGHT = 1000, 70, 24  # px
@@ -19,6 +19,13 @@ ROWS = 260  # px of all pages of one panel
 HEAD, FOOT, GAP = 118, 96, 26  # px above and below a panel's rows, and between panels
 LEGEND = 84
 LABEL_LINES = 4
+LACKS = {  # what the unsafe half of a scene is without
+    "refused": "A refused prompt goes through the hand-off all the same",
+    "restart": "A new process takes its predecessor's address and secret over",
+    "tainted": "A failed call is taken for the end of its write",
+    "reuse": "An ack is believed for whoever has the room now",
+    "late-read": "A's lease ends by the clock, and nobody asks after reading",
+}
 BEFORE = 0.25  # how much is seen of what was before the first write, of all that is seen after it
 SHOWN = 104  # characters of an answer
 
@@ -109,13 +116,16 @@ class _Panel:
 
     def _heading(self) -> list[str]:
         run = self.run
-        title = "With the ledger: pages come back on proof" if run.safe else "Pages freed at once when a request ends"
+        lacks = LACKS.get(run.scene, "Pages freed at once when a request ends")
+        title = "With the ledger: pages come back on proof" if run.safe else lacks
         late = any(write.late for write in self.history.writes)
         told = run.headline or (
             "A's write lands in B's pages"
             if late
             else "A's pages are B's while A's write is still under way"
             if run.shown
+            else "A's access is revoked, then B gets the pages; A's write comes later and is refused"
+            if any(write.refused for write in self.history.writes)
             else "A's write ends while A's pages are still kept for it; then B gets them"
         )
         tone = "bad" if run.shown else "good"
@@ -180,7 +190,10 @@ class _Panel:
             elif who == "A" and what == "ended":
                 told.append((at, "A is cut", ""))
             elif who == "A" and what.startswith("closed"):
-                told.append((at, f"proof: {what.split()[1]}", "good"))
+                said, tone = ("proof", "good") if self.run.safe else ("believed", "bad")
+                told.append((at, f"{said}: {what.split()[1]}", tone))
+            elif what.endswith("dead"):
+                told.append((at, "decode dies", ""))
             elif who == "B" and what == "owned":
                 told.append((at, "B gets pages", ""))
         for write in self.history.writes:
@@ -215,8 +228,12 @@ class _Panel:
         return [
             *shapes,
             f'<text x="{LEFT + 190}" y="{y + 20}">{left}<tspan class="bad">{escape(answer[same:])}</tspan></text>',
-            _text(LEFT, y + 40, f"From token {run.parts_at} on it is another tenant's text.", "bad"),
+            _text(LEFT, y + 40, f"From token {run.parts_at} on it is {_whose(run.answer)} text.", "bad"),
         ]
+
+
+def _whose(answer: str) -> str:
+    return "another tenant's" if SECRET.split()[-1].strip(".") in answer else "another"
 
 
 def _legend(y: float) -> list[str]:

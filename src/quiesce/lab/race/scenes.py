@@ -123,7 +123,7 @@ class Reuse(Scene):
         began = time.monotonic()
         ack, room = stage.folder / "late-ack", secrets.randbits(63)
         ack.touch()
-        donor_cut(stage, stage.chat(f"{SECRET} Say it."), 8, began, room)
+        donor_cut(stage, stage.chat(SECRET)[: stage.layout.page_size - 2], 1, began, room)  # one page: B gets A's too
         stage.gate.unlink()
         stage.until(lambda: stage.pages_of("landed", began), "the first write to land; its ack is under way")
         then = time.monotonic()
