@@ -1,15 +1,24 @@
-"""What `make rdma-lab` runs inside the guest: `checks.py ENGINE [CHECK]...`, ENGINE is nixl/rc or mooncake/rdma."""
+"""What `make rdma-lab` runs inside the guest: `checks.py ENGINE SECONDS [CHECK]...`.
+
+ENGINE is nixl/rc or mooncake/rdma. After SECONDS no further check is begun: what is left is said to be not run. A
+REPORT line after each check holds all results until then, so that a run that is cut short has shown something.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
+import handoffs
+
 from quiesce.transfer import attach
-from quiesce.transfer.agents import AgentTransport
+from quiesce.transfer.agents import AgentTransport, Use
 from quiesce.transfer.arena import shared_arena
+from quiesce.transfer.conformance import CHECKS, bench, check_engine
+from quiesce.transfer.conformance.run import capabilities
 from quiesce.transfer.interface import Arena
 from quiesce.transfer.mooncake import MooncakeEngine
 from quiesce.transfer.nixl import NixlEngine
@@ -29,29 +38,42 @@ ENGINES = {
 }
 
 
-def _make(label: str, run_dir: Path, epoch: int, pages: int, page_bytes: int) -> tuple[AgentTransport, Arena]:
-    transport = AgentTransport(ENGINES[label][1], run_dir, epoch, max_transfer_pages=100)
-    return transport, shared_arena(pages, page_bytes)
+def make(label: str, run_dir: Path, epoch: int, direction: Use = "both") -> AgentTransport:
+    return AgentTransport(ENGINES[label][1], run_dir, epoch, direction=direction, max_transfer_pages=100)
 
 
 def nixl_rc(run_dir: Path, epoch: int, pages: int, page_bytes: int) -> tuple[AgentTransport, Arena]:
-    return _make("nixl/rc", run_dir, epoch, pages, page_bytes)
+    return make("nixl/rc", run_dir, epoch), shared_arena(pages, page_bytes)
 
 
 def mooncake_rdma(run_dir: Path, epoch: int, pages: int, page_bytes: int) -> tuple[AgentTransport, Arena]:
-    return _make("mooncake/rdma", run_dir, epoch, pages, page_bytes)
+    return make("mooncake/rdma", run_dir, epoch), shared_arena(pages, page_bytes)
 
 
-def main(label: str, names: list[str]) -> int:
-    from quiesce.transfer.conformance import bench, report  # noqa: PLC0415
-
+def main(label: str, seconds: float, names: list[str]) -> int:
     bench.PATIENCE, bench.WATCH_FOR_LATE = PATIENCE, LATE
     bench.SCALE, bench.PAGE_BYTES = SCALE, PAGE_BYTES
-    found = report(f"checks:{ENGINES[label][0]}", names, lambda line: print(line, flush=True))
-    print("REPORT " + json.dumps(found), flush=True)
-    return int(any(result["result"] == "failed" for result in found["checks"]))
+    until = time.monotonic() + seconds
+    engine = f"checks:{ENGINES[label][0]}"
+    caps = capabilities(engine)
+    print(f"{label}: " + ", ".join(f"{name} {value}" for name, value in caps.items() if name != "name"), flush=True)
+    results = []
+    handed_over = handoffs.all_of(lambda run_dir, epoch, direction: make(label, run_dir, epoch, direction))
+    for check in [*handed_over, *CHECKS]:
+        if names and check.__name__ not in names:
+            continue
+        if time.monotonic() > until:
+            result = {"check": check.__name__, "result": "not run", "said": "no time was left", "seconds": 0.0}
+        else:
+            (result,) = check_engine(engine, [check])
+        results.append(result)
+        said = f": {result['said']}" if result["said"] else ""
+        print(f"{result['result']:<12}{result['seconds']:>8.2f} s  {result['check']}{said}", flush=True)
+        found = {"engine": label, "capabilities": caps, "checks": results, "scale": SCALE}
+        print("REPORT " + json.dumps(found), flush=True)
+    return int(any(result["result"] == "failed" for result in results))
 
 
 if __name__ == "__main__":
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    sys.exit(main(sys.argv[1], float(sys.argv[2]), sys.argv[3:]))

@@ -32,6 +32,9 @@ def report(result: str, **caps: Any) -> dict[str, Any]:
     return {"capabilities": claims, "checks": checks}
 
 
+FULL = json.loads((DOCS / "transports.json").read_text())["tcp"]["capabilities"]
+
+
 @pytest.mark.parametrize(
     ("found", "shown"),
     [
@@ -47,6 +50,22 @@ def test_a_cell_shows_what_was_measured_and_nothing_else(found: dict[str, Any], 
         (claim, checks) for title, claim, checks in table.ROWS if title.startswith("fence of a peer")
     )
     assert table.cell(found, claim, checks) == shown
+
+
+def test_a_run_that_was_scaled_down_says_how_far_in_its_cell() -> None:
+    (claim, checks) = next((claim, checks) for title, claim, checks in table.ROWS if title.startswith("10,000"))
+    found = {"capabilities": {}, "checks": [{"check": checks[0], "result": "ok"}]}
+    assert [table.cell({**found, **more}, claim, checks) for more in ({}, {"scale": 1.0}, {"scale": 0.05})] == [
+        "yes",
+        "yes",
+        "yes (500)",
+    ]
+
+
+def test_what_was_not_run_does_not_count_as_run() -> None:
+    checks = [{"check": "a", "result": result} for result in ("ok", "not claimed", "failed", "not run")]
+    shown = table.table({"x/y": {**report("not run"), "capabilities": {**FULL}, "checks": checks}})
+    assert shown.splitlines()[-1] == "| checks run | 2 |"
 
 
 def test_every_row_of_the_table_names_checks_of_the_suite() -> None:
