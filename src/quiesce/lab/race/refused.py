@@ -10,9 +10,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from quiesce.engine.config import read_config
 from quiesce.lab.race.scenes import ended
 from quiesce.lab.race.stage import DECODE, PATIENCE, SECRET, VICTIM, Layout, Run, Scene, Stage
 from quiesce.lab.worker import Faults
+from quiesce.ops.doctor_model import pool
+from quiesce.options import SizeOptions
 
 LOWERED = 256  # tokens: the limit that safe mode is told, as with --context-length
 FIRST_TOKEN = 198  # a line break in SmolLM2's vocabulary: what the stub says the answer begins with
@@ -50,7 +53,7 @@ class Refused(Scene):
 
     def _safe(self, stage: Stage, baseline: Sequence[int]) -> Run:
         began = time.monotonic()
-        why = _start_up(stage)
+        why, found = _start_up(stage), _doctor(stage.cluster.model)
         earlier = stage.ask(stage.chat(EARLIER), stage.prefills[0], 8)
         stage.until(lambda: earlier.over, "the request before it")
         asked = time.monotonic()
@@ -59,12 +62,22 @@ class Refused(Scene):
         took = time.monotonic() - asked
         statuses = [refused.ends[name][0].status for name in refused.workers]
         run = ended(self.name, stage, True, began, refused.tokens, (earlier, refused))
-        run.right = statuses == [400, 400] and not refused.tokens and why is not None
+        run.right = statuses == [400, 400] and not refused.tokens and why is not None and found is not None
         run.shown = bool(refused.tokens)
-        run.said = f"start-up: {why or 'not refused'}; with a limit of {LOWERED}: {statuses} in {1000 * took:.1f} ms"
+        run.said = (
+            f"start-up: {why or 'not refused'}; doctor: {found or 'nothing'}; "
+            f"with a limit of {LOWERED}: {statuses} in {1000 * took:.1f} ms"
+        )
         run.answer = run.baseline = f"400: {refused.ends[DECODE][0].reason}"
         run.headline = "Such a pool is not started; with the limit lowered B is refused and never has a page"
         return run
+
+
+def _doctor(model: Path) -> str | None:
+    """What `quiesce doctor` finds wrong about the same sizes; None: nothing."""
+    sizes = SizeOptions(context_length=1024, max_total_tokens=256)
+    finding = pool(read_config(model), sizes)
+    return f"{finding.found}. {finding.fix}" if finding.status == "fail" else None
 
 
 def _start_up(stage: Stage) -> str | None:
