@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 
@@ -19,8 +20,7 @@ from quiesce.engine.penalties import needs_history
 MAX_GROUP_TOKENS = 65536  # gathered, padded tokens of one decode group: bounds its scratch memory
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct):
     """One request's share of a step.
 
     `tokens` are the new ones to compute, the first at absolute position `start`; everything before must

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
 from quiesce.core.messages import Sampling, TokenLogprob
 from quiesce.engine.batch import Batch, Row, check_rows
 from quiesce.engine.config import dtype_of, read_config
+from quiesce.engine.drawing import Drawer
 from quiesce.engine.errors import EngineError, NonFiniteLogits
 from quiesce.engine.fingerprint import fingerprint
 from quiesce.engine.gpu.choice import Choice, device_of
@@ -25,9 +26,8 @@ from quiesce.engine.logprobs import token_logprob
 from quiesce.engine.model import Model
 from quiesce.engine.native.library import AUTO, choose
 from quiesce.engine.native.model import Flat, NativeModel
-from quiesce.engine.penalties import needs_history
 from quiesce.engine.quantize import round_to_int8
-from quiesce.engine.sampler import Sampled, check_sampling, sample
+from quiesce.engine.sampler import Sampled
 from quiesce.engine.weights import load_weights
 
 log = logging.getLogger("quiesce.engine")
@@ -36,8 +36,7 @@ QUANTIZATIONS = ("none", "int8")
 SCORED_AT_ONCE = 64  # positions whose logits are held at a time for prompt log-probabilities
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(msgspec.Struct, frozen=True):
     """What a row gave: `sampled` if it asked for a token, `prompt_logprobs` of the positions from start + 1."""
 
     sampled: Sampled | None = None
@@ -93,6 +92,7 @@ class Engine:
             )
         paged = not deterministic and (self._device.type != "cpu" or attention != AUTO)
         native_library, self.how = choose(native_level, self._device.type) if not paged else (None, "")
+        self._drawer = Drawer(self.model_config.vocab_size, self.eos_ids, native_library)
         self.grammars = Grammars(Path(model_dir), self.model_config.vocab_size, self.eos_ids)
         self.kv = KVPool(
             self.model_config,
@@ -162,13 +162,15 @@ class Engine:
         with torch.inference_mode(), self._under_way():
             batch, hidden = self._forward(rows)
             lines = _as_numpy(self._model.logits(hidden[batch.wanted]))
-            bad = {number for number, line in zip(batch.samplers, lines, strict=True) if not np.isfinite(line).all()}
+            drawn = dict(
+                zip(batch.samplers, self._drawer.draw([rows[n] for n in batch.samplers], lines), strict=True)
+            )
+            bad = {number for number, sampled in drawn.items() if sampled is None}
             scores = {
                 n: self._prompt_logprobs(row, n, batch, hidden, bad) for n, row in enumerate(rows) if row.scored
             }
         if bad:
             raise NonFiniteLogits(sorted(bad))
-        drawn = {n: self._draw(rows[n], line) for n, line in zip(batch.samplers, lines, strict=True)}
         return [Result(drawn.get(n), scores.get(n, ())) for n in range(len(rows))]
 
     def logits(self, rows: Sequence[Row]) -> tuple[list[int], np.ndarray]:
@@ -201,7 +203,7 @@ class Engine:
         check_rows(rows, self.model_config, self.kv, self.context_length)
         for row in rows:
             if row.sample is not None:
-                check_sampling(row.sample, self.model_config.vocab_size, self.eos_ids)
+                self._drawer.kind(row.sample)
 
     def _forward(self, rows: Sequence[Row]) -> tuple[Batch | Flat, torch.Tensor]:
         if isinstance(self._model, NativeModel):
@@ -228,19 +230,6 @@ class Engine:
                 yield
             finally:
                 self.kv.finish()
-
-    def _draw(self, row: Row, line: np.ndarray) -> Sampled:
-        assert row.sample is not None
-        known = row.known() if needs_history(row.sample) else ()
-        return sample(
-            line,
-            row.sample,
-            row.end,
-            history=known,
-            prompt_tokens=row.prompt_tokens,
-            eos_ids=self.eos_ids,
-            allowed=row.grammar.allowed(known, row.prompt_tokens) if row.sample.grammar and row.grammar else None,
-        )
 
     def _prompt_logprobs(
         self, row: Row, number: int, batch: Batch | Flat, hidden: torch.Tensor, bad: set[int]

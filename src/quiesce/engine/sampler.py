@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -34,8 +34,7 @@ RANGES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(msgspec.Struct, frozen=True):
     """`logprob` is there when `Sampling.logprobs` is; it is the model's, before anything the request changed."""
 
     token: int

@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from quiesce.engine.errors import EngineError
 
 VARIABLE = "QUIESCE_NATIVE_LEVEL"
@@ -55,6 +57,12 @@ class Model(Structure):
 ROW_FIELDS = 3  # count, start, table: int64
 ABI = 1000000 + ctypes.sizeof(Model) * 1000 + ctypes.sizeof(Layer) + 8 * ROW_FIELDS
 
+# As in sampling.h. A temperature of 0 is greedy; `chance` is uniform in [0, 1).
+WISH = np.dtype(
+    [(name, "f8") for name in ("temperature", "top_p", "min_p", "chance")]
+    + [(name, "i8") for name in ("top_k", "masked", "token")]
+)
+
 Address = int
 
 
@@ -98,6 +106,12 @@ class Library:
         if self.calls.quiesce_logits(stepper, hidden, rows, out, apart):
             raise EngineError(f"the native step ({self.level}) got no memory for this many tokens")
 
+    def draw(self, logits: np.ndarray, wishes: np.ndarray) -> None:
+        """`logits` float32 [rows, vocab], each row together; `wishes` [rows] of WISH, whose `token` is filled in: -1
+        for a row that is not finite (where `masked` is set, -inf is fine: a token that is not drawn)."""
+        if self.calls.quiesce_draw(logits.ctypes.data, *logits.shape, wishes.ctypes.data):
+            raise EngineError(f"the native step ({self.level}) got no memory to draw from {len(logits)} rows")
+
 
 SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "quiesce_abi": (c_int64, ()),
@@ -108,6 +122,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "quiesce_close": (None, (c_void_p,)),
     "quiesce_forward": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)),
     "quiesce_logits": (c_int32, (c_void_p, c_void_p, c_int64, c_void_p, c_int64)),
+    "quiesce_draw": (c_int32, (c_void_p, c_int64, c_int64, c_void_p)),
 }
 
 

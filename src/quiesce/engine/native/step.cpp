@@ -1,6 +1,7 @@
 // One step of a decoder over packed weights and paged keys and values, behind a plain C interface.
 // quiesce/engine/native/library.py mirrors the structures below; quiesce_abi() tells whether the two belong together.
 #include "attention.h"
+#include "sampling.h"
 #include "team.h"
 #include <cmath>
 #include <memory>
@@ -310,6 +311,17 @@ API int32_t quiesce_forward(void *stepper, const int32_t *tokens, const Row *row
 API int32_t quiesce_logits(void *stepper, const float *hidden, int64_t rows, float *out, int64_t outs) {
     try {
         ((Stepper *)stepper)->logits(hidden, rows, out, outs);
+        return 0;
+    } catch (const std::bad_alloc &) {
+        return 1;
+    }
+}
+
+// Draws one token for each row of `logits` [rows, vocab]. 0, or 1: no memory.
+API int32_t quiesce_draw(const float *logits, int64_t rows, int64_t vocab, Wish *wishes) {
+    static thread_local Sampler sampler;
+    try {
+        for (int64_t row = 0; row < rows; row++) sampler.draw(logits + row * vocab, vocab, wishes[row]);
         return 0;
     } catch (const std::bad_alloc &) {
         return 1;
