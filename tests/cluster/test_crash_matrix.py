@@ -1,5 +1,6 @@
 """Every role killed, stopped for short and for long, and restarted, while a request is queued, under way, landed and
-decoding. What each cell must show is in `quiesce.lab.crash`; `make soak` runs ten rounds."""
+decoding. What each cell must show is in `quiesce.lab.crash`; other engines are in `test_engines.py`, and `make soak`
+runs ten rounds."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from quiesce.core.messages import Sampling
-from quiesce.lab.crash import ACTIONS, CELLS, STATES, VICTIMS, Cell, CellError, Matrix
+from quiesce.lab.cells import ACTIONS, CELLS, STATES, VICTIMS, Cell
+from quiesce.lab.crash import CellError, Matrix
 from quiesce.lab.patient import PAIR, PREFILL, PatientRouter
 from quiesce.roles.prefill_peers import UNREACHABLE
 
@@ -28,7 +30,13 @@ def matrix(tiny: Path, oracle: Callable[..., list[list[int]]]) -> Iterator[Matri
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+def marked(cell: Cell) -> object:
+    """What each action costs mid-transfer, and each death in every state; the rest takes minutes."""
+    short = cell.state == "mid-transfer" or (cell.action == "kill" and cell.victim in ("prefill", "decode"))
+    return pytest.param(cell, id=str(cell), marks=[] if short else [pytest.mark.long])
+
+
+@pytest.mark.parametrize("cell", map(marked, CELLS))
 def test_who_waits_is_told_or_answered_and_nothing_is_left(matrix: Matrix, cell: Cell) -> None:
     try:
         matrix.run(cell)

@@ -2,7 +2,7 @@
 
 Each cell has a request that does not need the victim any more (the bystander, decoding) and one in the state of the
 cell. Then: whoever waits is told soon or answered right, every leg has one last word, nobody else restarted, all are
-idle, and the next answer is right. `lab/rounds.py` runs it many times; `Lane` says where engines differ.
+idle, and the next answer is right. `lab/rounds.py` runs it many times; `lab/cells.py` says where engines differ.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quiesce.core.messages import Sampling
+from quiesce.lab.cells import Cell, lane_of
 from quiesce.lab.cluster import LabRequest, Oracle
 from quiesce.lab.idle import not_idle
 from quiesce.lab.lossy import Mischief
 from quiesce.lab.patient import DECODE, PAIR, PREFILL, PatientRouter, mover_of
 from quiesce.lab.worker import Faults
 
-VICTIMS = ("prefill", "decode", "mover", "router")
-ACTIONS = ("kill", "stop short", "stop long", "restart")
-STATES = ("queued", "mid-transfer", "landed", "decoding")
 ROLES = ("prefill", "decode")
 
 HEARD_WITHIN = 5.0  # seconds from a death to the client's error
@@ -36,53 +34,6 @@ PROMPT = 120  # tokens
 POOL = 512  # tokens: the bystander and one more request, if that is short
 MS_PER_PAGE = 40.0
 BYSTANDER, SUBJECT, QUEUED = 200, 56, 150  # tokens of the answers; the last one does not fit beside the bystander
-
-
-@dataclass(frozen=True)
-class Cell:
-    victim: str
-    action: str
-    state: str
-
-    def __str__(self) -> str:
-        return f"{self.victim} {self.action} {self.state}".replace(" ", "-")
-
-
-CELLS = [Cell(victim, action, state) for state in STATES for action in ACTIONS for victim in VICTIMS]
-
-
-@dataclass(frozen=True)
-class Lane:
-    """What the cells need to know of the engine that moves the pages."""
-
-    transfer: str
-    direction: str
-
-    @property
-    def cells(self) -> list[Cell]:
-        """Only shm has a process of its own that copies."""
-        return [cell for cell in CELLS if cell.victim != "mover" or self.transfer == "shm"]
-
-    @property
-    def poster(self) -> str:
-        """The one that moves the bytes, and has the mover where there is one."""
-        return PREFILL if self.direction == "push" else DECODE
-
-    @property
-    def lands_by_itself(self) -> bool:
-        """Bytes get into the pages of a process that stands still."""
-        return self.transfer in ("shm", "nixl/cma")
-
-    @property
-    def gated(self) -> bool:
-        """The last word about pages that are all there is held back by a gate, not by stopping who should hear it."""
-        return self.direction == "pull" or not self.lands_by_itself
-
-    def settles_without(self, victim: str) -> bool:
-        """Whether the other side gets all its pages back while this one stands still."""
-        if self.direction == "push":
-            return self.transfer != "nixl/cma" if victim == "prefill" else self.lands_by_itself
-        return victim == "prefill" or not self.transfer.startswith("nixl")
 
 
 class CellError(AssertionError):
@@ -112,8 +63,7 @@ class Matrix:
     boot: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        settings = self.cluster.common
-        self.lane = Lane(settings.get("transfer", "shm"), settings.get("direction", "push"))
+        self.lane = lane_of(self.cluster)
         self._gate = self.cluster.run_dir / "gate"
         draw = random.Random(self.seed)
         self._draw = draw
@@ -353,7 +303,7 @@ class Matrix:
         def idle() -> bool:
             state = self.cluster.inspect(name)
             boot = self.boot[name]
-            same = boot if state["epoch"] == boot["epoch"] and not while_stopped else None
+            same = self.lane.allowed(boot) if state["epoch"] == boot["epoch"] and not while_stopped else None
             lines[:] = not_idle(state, same)
             if while_stopped == "decode":
                 lines[:] = [line for line in lines if not line.startswith("records:")]

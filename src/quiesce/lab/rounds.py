@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quiesce.core.messages import Sampling
+from quiesce.lab.cells import Cell, Direction
 from quiesce.lab.cluster import Oracle
-from quiesce.lab.crash import Cell, CellError, Matrix
+from quiesce.lab.crash import CellError, Matrix
 from quiesce.lab.patient import CHUNK, PAGE, PatientRouter
 from quiesce.lab.storm import Plan
-from quiesce.lab.storms import Direction, storm, storm_cluster
+from quiesce.lab.storms import storm, storm_cluster
 
 LOST = 0.02  # share of the outcomes that the second storm loses
 

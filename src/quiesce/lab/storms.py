@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from quiesce.lab.cells import Direction, lane_of
 from quiesce.lab.cluster import Cluster, LabRequest, Oracle
 from quiesce.lab.idle import not_idle
 from quiesce.lab.storm import Plan, Report, run
 from quiesce.lab.worker import Faults
-
-Direction = Literal["push", "pull"]
 
 PREFILLS, DECODE = ("prefill-0", "prefill-1"), "decode-0"
 HOLD = 5.0  # seconds of --hold-timeout
@@ -73,12 +72,14 @@ class Found:
 
 
 def storm(cluster: Cluster, oracle: Oracle, plan: Plan, *, may_fail: bool, seconds: float = 600.0) -> Found:
-    """Waits for the workers, warms them up, and storms. `may_fail`: failures with a reason are no fault. Raises
-    TimeoutError when something does not end."""
-    cluster.wait_for(*PREFILLS, DECODE)
-    warm = run(cluster, PREFILLS, DECODE, oracle, Plan(requests=4, cut_share=0.0))
-    boot = {name: cluster.inspect(name) for name in cluster.workers}
-    report = run(cluster, PREFILLS, DECODE, oracle, plan, seconds=seconds)
+    """Waits for the workers of any cluster with one decode, warms them up, and storms. `may_fail`: failures with a
+    reason are no fault. Raises TimeoutError when something does not end."""
+    prefills = [worker.name for worker in cluster.workers.values() if worker.role == "prefill"]
+    cluster.wait_for(*cluster.workers)
+    warm = run(cluster, prefills, DECODE, oracle, Plan(requests=4, cut_share=0.0))
+    lane = lane_of(cluster)
+    boot = {name: lane.allowed(cluster.inspect(name)) for name in cluster.workers}
+    report = run(cluster, prefills, DECODE, oracle, plan, seconds=seconds)
     wrong = _wrong(report, may_fail) + [f"warm-up: {line}" for line in _wrong(warm, may_fail)]
     closed: dict[str, Counter[str]] = {"prefill": Counter(), "decode": Counter()}
     released: Counter[str] = Counter()
@@ -89,7 +90,7 @@ def storm(cluster: Cluster, oracle: Oracle, plan: Plan, *, may_fail: bool, secon
         state = cluster.inspect(name)
         wrong += _ledger_faults(name, state)
         closed[state["role"]].update(state["closed_by"])
-        released.update(_samples(state, "quiesce:decode_deferred_kv_release_total", "outcome"))
+        released.update(samples(state, "quiesce:decode_deferred_kv_release_total", "outcome"))
         rebuilt += _ended_agents(state)
     return Found(report, closed, released, rebuilt, wrong)
 
@@ -127,7 +128,7 @@ def _ledger_faults(name: str, state: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _samples(state: dict[str, Any], metric: str, label: str) -> Counter[str]:
+def samples(state: dict[str, Any], metric: str, label: str) -> Counter[str]:
     found: Counter[str] = Counter()
     for sample in state["samples"]:
         if sample.name == metric:
@@ -136,5 +137,10 @@ def _samples(state: dict[str, Any], metric: str, label: str) -> Counter[str]:
 
 
 def _ended_agents(state: dict[str, Any]) -> int:
-    events = _samples(state, "quiesce:transfer_engine_events_total", "event")
-    return sum(count for event, count in events.items() if event.endswith("agents_rebuilt"))
+    return events(state, "agents_rebuilt")
+
+
+def events(state: dict[str, Any], name: str) -> int:
+    """What the engines of a worker have counted under this name."""
+    found = samples(state, "quiesce:transfer_engine_events_total", "event")
+    return sum(count for event, count in found.items() if event.endswith(name))
