@@ -20,7 +20,7 @@ SUITABLE = import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for name in python3 python python3.11 python3.12 python3.13 python3.14; do \
 	if $$name -c '$(SUITABLE)' >/dev/null 2>&1; then command -v $$name; break; fi; done)
 
-.PHONY: help setup serve test quick soak soak-sim soak-router rdma-lab bench bench-peers bench-transfer bench-core bench-loop lint format lock clean bench-safety test-long
+.PHONY: help setup serve test quick soak soak-sim soak-router load rdma-lab bench bench-peers bench-transfer bench-core bench-loop lint format lock clean bench-safety test-long
 help: ## show this
 	@awk -F ' ## ' '/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@printf '%s\n' '' \
@@ -79,6 +79,18 @@ soak: $(TESTING) ## abort storms and ten rounds of the crash matrix (half an hou
 
 soak-router: $(TESTING) ## 50,000 fake rooms, half handshakes and garbage, then 1,000 streams that leave at once
 	@PYTHONPATH=tests $(BIN)/python -m e2e.floods
+
+LOAD := build/load
+LOAD_TOOL := guidellm==0.8.1
+$(LOAD)/.installed:
+	@$(BIN)/python -m venv --clear $(LOAD)
+	@if [ -n '$(QUIESCE_TORCH_INDEX)' ]; then $(LOAD)/bin/pip install -q torch --index-url '$(QUIESCE_TORCH_INDEX)'; fi
+	@echo 'installing $(LOAD_TOOL) into $(LOAD)'
+	@$(LOAD)/bin/pip install -q --disable-pip-version-check '$(LOAD_TOOL)'
+	@touch $@
+
+load: $(TESTING) $(LOAD)/.installed ## drive a server with a public load tool, guidellm (its own environment, gigabytes)
+	@PYTHONPATH=tests $(BIN)/python -m e2e.load $(LOAD)/bin/guidellm $(ARGS)
 
 soak-sim: $(TESTING) ## simulate fresh seeds for as long as MINUTES says (60)
 	@$(BIN)/quiesce sim --minutes $(or $(MINUTES),60) $(ARGS)
