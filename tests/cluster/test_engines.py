@@ -25,7 +25,7 @@ PULL = [Lane(name, "pull") for name in ("tcp", "nixl/tcp", "mooncake/tcp")]
 OTHERS = [Lane("shm", "pull"), Lane("nixl/cma", "pull")]  # in their own tests, or in the long ones only
 SHORT = {
     "push": ("prefill-kill-mid-transfer", "decode-kill-mid-transfer", "prefill-stop-long-mid-transfer"),
-    "pull": ("decode-kill-mid-transfer", "prefill-stop-short-mid-transfer"),
+    "pull": (),
 }
 PATIENT = 20.0  # seconds that the router waits for a heartbeat while a storm rages on a busy machine
 LOST = 0.02  # share of the outcomes that get lost, where some do
