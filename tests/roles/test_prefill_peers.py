@@ -1,0 +1,41 @@
+"""A decode worker's sessions: how long a prefill worker's transport may take to attach before requests give up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from quiesce.core.fingerprint import Fingerprint
+from quiesce.core.messages import Address
+from quiesce.core.session import Handshake
+from quiesce.roles import prefill_peers
+from quiesce.roles.prefill_peers import PrefillPeer, PrefillPeers
+from quiesce.roles.silence import ATTACH_LEAST
+
+FINGERPRINT = Fingerprint("m", "w", "float32", "page-major/row", 16, 4096, 2, 2, 16)
+HOLD = 2.0  # a hold timeout that is shorter than what a mover or an agent takes to start on a busy machine
+
+
+def test_a_transport_gets_some_seconds_to_attach_however_short_the_hold_timeout_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, attached = [100.0], [False]
+    monkeypatch.setattr(prefill_peers, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    ends = SimpleNamespace(generation=lambda epoch: 1 if attached[0] else None)
+    nothing = cast(Any, None)
+    peers = PrefillPeers(nothing, nothing, nothing, 0xD, FINGERPRINT, cast(Any, ends), HOLD)
+    handshake = Handshake(0xD, 0, FINGERPRINT, lambda: 1)
+    handshake.peer = 0xB
+    link = cast(Any, SimpleNamespace(is_down=False))
+    peer = PrefillPeer(Address("prefill-0", 0xB, "ipc:///nowhere", "key"), link, handshake, opened=now[0])
+    now[0] += ATTACH_LEAST - 0.1
+    assert peers.hopeless(peer) is None
+    now[0] += 0.2
+    assert peers.hopeless(peer) == "prefill prefill-0 has not attached to write here for 5.1 s"
+    attached[0] = True
+    assert peers.hopeless(peer) is None
+    attached[0] = False  # its mover died: the clock starts again
+    now[0] += ATTACH_LEAST - 0.1
+    assert peers.hopeless(peer) is None
