@@ -26,8 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench import machine
 from bench.cases import Prompts
+from bench.goals import Goal
 from bench.loop_client import Client, Order
-from bench.report import Goal
 from quiesce.core.messages import Sampling
 from quiesce.engine.batch import Row
 from quiesce.engine.engine import Engine
@@ -225,10 +225,10 @@ def goals(costs: list[Cost], native: float) -> list[Goal]:
     for cost in costs:
         if cost.batch == small:
             what = f"{cost.way}: the loop's share of a native step of {small}"
-            found.append(Goal(what, cost.cpu / native, MOST_SHARE, at_most=True))
+            found.append(Goal(what, cost.cpu / native, MOST_SHARE, MOST_SHARE, at_most=True))
         elif cost.batch == large:
             what = f"{cost.way}: microseconds a step with {large} running"
-            found.append(Goal(what, cost.cpu, MOST_MICROSECONDS, at_most=True))
+            found.append(Goal(what, cost.cpu, MOST_MICROSECONDS, MOST_MICROSECONDS, at_most=True))
     return found
 
 

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from quiesce.channel import KeyPair, Link
-from quiesce.core.messages import Cancel, Sampling, Start, Tokens
+from quiesce.core.messages import Cancel, Drawn, Sampling, Start, Tokens
 
 ROOT = Path(__file__).parent.parent
 EPOCH = 1
@@ -94,7 +94,7 @@ class Legs:
 
     def read(self) -> None:
         for message in self._link.receive(4096):
-            if isinstance(message, Tokens):
+            if isinstance(message, Tokens | Drawn):
                 self.tokens += len(message.token_ids)
 
     def _send(self, message: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quiesce.core.codec import Codec
-from quiesce.core.messages import Control, Ended, PromptLogprobs, Sampling, Start, TokenLogprob, Tokens
+from quiesce.core.messages import Control, Drawn, Ended, PromptLogprobs, Sampling, Start, TokenLogprob, Tokens
 from quiesce.engine.sampler import Sampled
 from quiesce.roles.legs import LAST_WORDS_SECONDS, OUTBOX_LIMIT, Legs, WorkerLeg
 
@@ -89,3 +89,34 @@ def test_a_long_chunk_s_log_probabilities_go_in_pieces_that_a_message_can_carry(
         assert len(Codec().encode(message)) < Codec.MAX_BYTES / 8
         told += message.logprobs
     assert told == [None, *[one] * (tokens - 1)]
+
+
+def test_what_a_step_drew_goes_in_one_message_and_before_any_last_word() -> None:
+    queue = Queue(room=100)
+    legs = Legs(queue)
+    first, second, third = (running(legs, number) for number in range(3))
+    legs.gather()
+    legs.tokens(first, Sampled(5))
+    legs.tokens(second, Sampled(6))
+    legs.end(second, Ended(second.rid, "length"))
+    legs.tokens(third, Sampled(7))
+    legs.send()
+    assert queue.taken == [
+        Drawn((first.rid, second.rid), (5, 6)),
+        Ended(second.rid, "length"),
+        Tokens(third.rid, (7,)),
+    ]
+    legs.tokens(first, Sampled(8))  # between steps: at once
+    assert queue.taken[-1] == Tokens(first.rid, (8,))
+    assert first.generated == 2 and legs.sent == 4
+
+
+def test_a_token_with_its_log_probability_keeps_its_place_among_those_that_go_together() -> None:
+    queue = Queue(room=100)
+    legs = Legs(queue)
+    plain, scored = running(legs, 0), running(legs, 1)
+    legs.gather()
+    legs.tokens(plain, Sampled(5))
+    legs.tokens(scored, Sampled(6, TokenLogprob(-1.0)))
+    legs.send()
+    assert queue.taken == [Tokens(plain.rid, (5,)), Tokens(scored.rid, (6,), (TokenLogprob(-1.0),))]

@@ -14,7 +14,7 @@ import pytest
 
 from quiesce.api.chat import TextModel
 from quiesce.core.fingerprint import Limits
-from quiesce.core.messages import Start
+from quiesce.core.messages import Drawn, Start
 from router.cluster import Cluster, body, cluster, until
 
 pytestmark = pytest.mark.anyio
@@ -189,3 +189,24 @@ async def test_samples_of_one_prompt_share_a_group_and_a_prefill_worker(tmp_path
             return [start for worker in c.workers for start in worker.starts.values() if not start.group]
 
         await until(lambda: len(alone()) == 2)  # its two legs: a single answer is in no group
+
+
+async def test_tokens_that_one_step_drew_for_several_answers_reach_each_its_own(held: Cluster) -> None:
+    asked = asyncio.create_task(
+        held.client.post("/v1/completions", json={"model": "tiny", "prompt": ["a", "b"], "max_tokens": 2})
+    )
+    await until(lambda: len(held.decode.starts) == 2)
+    first, second = held.decode.starts
+    router = held.decode.active[first]
+    for ids in ((40, 41), (42, 43)):
+        assert held.decode.control.send(router, Drawn((first, "nobody's", second), (ids[0], 7, ids[1])))
+    for rid in (first, second):
+        held.decode.counts[rid] = 2
+        held.decode.end(rid, "length")
+    answer = (await asked).json()
+    shown = held.router.front.text.vocabulary.shown
+    assert [choice["text"] for choice in answer["choices"]] == [
+        shown(40)[0] + shown(42)[0],
+        shown(41)[0] + shown(43)[0],
+    ]
+    assert held.router.dispatcher.counters()["late_messages"] >= 2  # about a request that there is not

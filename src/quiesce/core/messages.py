@@ -330,6 +330,13 @@ class Tokens(Message, frozen=True):
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each token when they were asked for
 
 
+class Drawn(Message, frozen=True):
+    """What one step drew for several answers of a router, a token each: as many `Tokens` in one message."""
+
+    rids: tuple[str, ...]
+    token_ids: tuple[int, ...]
+
+
 class PromptLogprobs(Message, frozen=True):
     """From the worker that computed the prompt, in order; None for the very first token."""
 
@@ -373,5 +380,7 @@ class Inspected(Message, frozen=True):
 Pull = Request | Check | Standing
 HandOff = Pull | Offer | Accept | Refused | Done | Failed | Ack | Abort | Drained | NeverStarted | Busy | Tainted
 Session = Hello | Welcome | Confirm | Unwelcome | Ping | Pong | Await | Reached
-Control = Register | Registered | Exited | Start | Cancel | Tokens | PromptLogprobs | Ended | Inspect | Inspected
+Control = (
+    Register | Registered | Exited | Start | Cancel | Tokens | Drawn | PromptLogprobs | Ended | Inspect | Inspected
+)
 Wire = HandOff | Session | Control

@@ -58,7 +58,7 @@ class Drawer:
             return [
                 self._plain(*one) if fine else None for *one, fine in zip(rows, wishes, logits, finite, strict=True)
             ]
-        kinds = [self.kind(wish) for wish in wishes]
+        kinds = [self._kinds.get(id(wish)) or self.kind(wish) for wish in wishes]
         asked = np.zeros(len(rows), WISH)
         if any(kind.temperature for kind in kinds):
             self._describe(rows, kinds, asked)

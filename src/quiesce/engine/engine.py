@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from quiesce.core.messages import Sampling, TokenLogprob
-from quiesce.engine.batch import Batch, Row, check_rows
+from quiesce.engine.batch import Batch, Row, check_rows, plainly_sound
 from quiesce.engine.config import dtype_of, read_config
 from quiesce.engine.drawing import Drawer
 from quiesce.engine.errors import EngineError, NonFiniteLogits
@@ -161,7 +161,7 @@ class Engine:
             return []
         with torch.inference_mode(), self._under_way():
             batch, hidden = self._forward(rows)
-            lines = _as_numpy(self._model.logits(hidden[batch.wanted]))
+            lines = self._lines(batch, hidden)
             drawn = dict(
                 zip(batch.samplers, self._drawer.draw([rows[n] for n in batch.samplers], lines), strict=True)
             )
@@ -180,7 +180,7 @@ class Engine:
             return [], np.empty((0, self.model_config.vocab_size), np.float32)
         with torch.inference_mode(), self._under_way():
             batch, hidden = self._forward(rows)
-            return batch.samplers, _as_numpy(self._model.logits(hidden[batch.wanted]))
+            return batch.samplers, self._lines(batch, hidden)
 
     def warm_up(self, tokens: int = 512) -> None:
         """Run a prompt of up to `tokens` and a few single tokens, so that the first request does not pay for it.
@@ -200,7 +200,9 @@ class Engine:
             self.kv.clear(torch.tensor(pages, device=self._device))
 
     def _check(self, rows: Sequence[Row]) -> None:
-        check_rows(rows, self.model_config, self.kv, self.context_length)
+        about = (self.model_config, self.kv, self.context_length)
+        if not plainly_sound(rows, *about):
+            check_rows(rows, *about)
         for row in rows:
             if row.sample is not None:
                 self._drawer.kind(row.sample)
@@ -230,6 +232,11 @@ class Engine:
                 yield
             finally:
                 self.kv.finish()
+
+    def _lines(self, batch: Batch | Flat, hidden: torch.Tensor) -> np.ndarray:
+        """Logits of those that draw, who stand in the order of their rows."""
+        wanted = hidden if len(batch.wanted) == len(hidden) else hidden[batch.wanted]
+        return _as_numpy(self._model.logits(wanted))
 
     def _prompt_logprobs(
         self, row: Row, number: int, batch: Batch | Flat, hidden: torch.Tensor, bad: set[int]

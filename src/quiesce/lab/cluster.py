@@ -24,6 +24,7 @@ from quiesce.channel import KeyPair, KeyRing, Link, LinkEvent, Listener, start_a
 from quiesce.core.messages import (
     Address,
     Cancel,
+    Drawn,
     Ended,
     Inspect,
     Inspected,
@@ -265,6 +266,10 @@ class Cluster:
     def _take(self, worker: LabWorker, message: object) -> None:
         if isinstance(message, Inspected):
             worker.inspected = message
+            return
+        if isinstance(message, Drawn):
+            for rid, token in zip(message.rids, message.token_ids, strict=True):
+                self._take(worker, Tokens(rid, (token,)))
             return
         request = self.requests.get(getattr(message, "rid", ""))
         if request is None:

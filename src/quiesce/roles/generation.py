@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -99,7 +100,7 @@ class Generation:
             eos=self.eos,
             precedence=(leg.start.priority, leg.arrived),
             probe=leg.start.probe,
-            pages=list(self.ledger.pages(tid)),
+            pages=array("i", self.ledger.pages(tid)),
             computed=computed,
             scored=tokens is None and computed == 0,
             grammar=leg.grammar,

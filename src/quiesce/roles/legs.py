@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from quiesce.core.holding import ACCESS_REVOKED
-from quiesce.core.messages import Control, Ended, PromptLogprobs, Start, TokenLogprob, Tokens, TransferId
+from quiesce.core.messages import Control, Drawn, Ended, PromptLogprobs, Start, TokenLogprob, Tokens, TransferId
 from quiesce.core.pairing import pairing_digest
 from quiesce.core.records import LENDER_CLOSED, LENDER_GONE
 from quiesce.engine.sampler import Sampled
@@ -77,6 +77,7 @@ class Legs:
     sent: int = 0  # tokens
     started: int = 0
     ended: dict[str, int] = field(default_factory=dict)
+    _gathered: dict[bytes, tuple[list[str], list[int]]] | None = None
 
     def __len__(self) -> int:
         return len(self.by_rid)
@@ -93,9 +94,29 @@ class Legs:
             self._count("refused")
         self.tell(router, Ended(start.rid, "refused", status, reason))
 
+    def gather(self) -> None:
+        """From here to `send`, plain tokens for one router go together: one message for a step, not one for each."""
+        self._gathered = {}
+
+    def send(self) -> None:
+        gathered, self._gathered = self._gathered, None
+        for router, (rids, token_ids) in (gathered or {}).items():
+            self._say(router, rids, token_ids)
+
+    def _say(self, router: bytes, rids: list[str], token_ids: list[int]) -> None:
+        if len(rids) == 1:
+            self._tell(router, Tokens(rids[0], (token_ids[0],)))
+        else:
+            self._tell(router, Drawn(tuple(rids), tuple(token_ids)))
+
     def tokens(self, leg: WorkerLeg, sampled: Sampled) -> None:
         leg.generated += 1
         self.sent += not leg.start.probe
+        if self._gathered is not None and sampled.logprob is None and not leg.start.probe:
+            rids, token_ids = self._gathered.setdefault(leg.router, ([], []))
+            rids.append(leg.start.rid)
+            token_ids.append(sampled.token)
+            return
         logprobs = () if sampled.logprob is None else (sampled.logprob,)
         self.tell(leg.router, Tokens(leg.rid, (sampled.token,), logprobs))
 
@@ -124,6 +145,11 @@ class Legs:
 
     def tell(self, router: bytes, message: Control) -> None:
         """In order, never lost while the router keeps up; a full queue is retried from `flush`."""
+        if self._gathered and router in self._gathered:
+            self._say(router, *self._gathered.pop(router))
+        self._tell(router, message)
+
+    def _tell(self, router: bytes, message: Control) -> None:
         if router not in self.outbox and self.sender.send(router, message):
             return
         self.outbox.setdefault(router, Outbox()).waiting.append(message)

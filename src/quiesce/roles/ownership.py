@@ -81,9 +81,7 @@ class OwnershipLog:
         lease: Lease | None = None,
         closed_by: Proof | Waiver | None = None,
     ) -> None:
-        # Asked at every step: a request gets its transfer a moment after the pages are taken.
-        if tid not in self._rids and (rid := self._rid_of(tid)) is not None:
-            self._rids[tid] = rid
+        self.name(tid)
         if lease is not None and lease.key.kind is Borrowing.COMPUTE:
             return
         runs = runs_of(pages)
@@ -95,6 +93,11 @@ class OwnershipLog:
             del self._whole[tid]
             self._forget_names(tid)
         self._keep(Entry(self._clock(), event, tid, runs, _detail(lease, closed_by)))
+
+    def name(self, tid: TransferId) -> None:
+        """Asked at every step: a request gets its transfer a moment after the pages are taken."""
+        if tid not in self._rids and (rid := self._rid_of(tid)) is not None:
+            self._rids[tid] = rid
 
     def _keep(self, entry: Entry) -> None:
         self._entries.append(entry)

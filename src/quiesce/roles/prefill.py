@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -227,7 +228,7 @@ class PrefillWorker(Worker):
             if pages is None:
                 return
             self.queue.popleft()
-            sequence.pages = list(pages)
+            sequence.pages = array("i", pages)
             assert job.request is not None
             self.budget.belongs(sequence.tid, job.request.start.tenant)
             job.request.left_queue = time.monotonic()

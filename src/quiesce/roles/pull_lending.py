@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -57,7 +58,7 @@ class PullPrefillWorker(PrefillWorker):
             return False
         self._probe_ids.mint()
         sequence = self.sequence(leg, tid)
-        sequence.pages = list(pages)
+        sequence.pages = array("i", pages)
         self.by_tid[tid] = Job(Leg(tid, 0, 0, self.epoch), leg.start.room, leg, sequence)
         self.batch.add(sequence)
         return True

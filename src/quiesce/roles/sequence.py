@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Pages
 from dataclasses import dataclass, field
 from typing import Literal
 
 from quiesce.core.messages import Sampling, TransferId
+from quiesce.core.proofs import LeaseKey, Proof, ProofKind
 from quiesce.engine.batch import Row
 from quiesce.roles.compiling import Compiled
 
@@ -24,13 +26,18 @@ class Sequence:
     sampling: Sampling
     eos: frozenset[int]
     precedence: tuple[int, float] = (0, 0.0)  # (priority, arrival): the smaller is served first, retracted last
-    pages: list[int] = field(default_factory=list)
+    pages: array[int] = field(default_factory=lambda: array("i"))  # as the engine reads them: no copy for a step
     computed: int = 0
     probe: bool = False  # a test of this worker: it counts nowhere
     grammar: Compiled | None = None
     scored: bool = True  # its prompt's log-probabilities, when wanted, are still to be said
     landed: Pages[int] = ()  # pages that a transfer has filled and no step has read yet
     ended: bool = False
+
+    def __post_init__(self) -> None:
+        # Made once: every step lends its pages to itself and ends by saying that it has completed.
+        self.lease = LeaseKey.compute(self.tid)
+        self.completed = Proof.spoken(ProofKind.COMPLETED, self.lease)
 
     @property
     def generated(self) -> int:
@@ -101,12 +108,13 @@ class Batch:
 
     def plan(self) -> list[tuple[Sequence, int]]:
         """(sequence, tokens to compute) of the next step; empty when there is nothing to do."""
-        members = [s for s in self.members.values() if not s.waits]
-        decoding = [(s, 1) for s in members if not s.prefilling]
-        budget = self.chunk_tokens
-        prompts = []
-        for sequence in members:
-            if sequence.prefilling and budget > 0:
+        decoding, prompts, budget = [], [], self.chunk_tokens
+        for sequence in self.members.values():
+            if sequence.grammar is not None and sequence.waits:
+                continue
+            if len(sequence.tokens) - sequence.computed <= 1:
+                decoding.append((sequence, 1))
+            elif budget > 0:
                 count = sequence.chunk(budget)
                 budget -= count
                 prompts.append((sequence, count))

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from quiesce.core.admission import pages_for
 from quiesce.core.ledger import Ledger
-from quiesce.core.proofs import LeaseKey, Proof, ProofKind
 from quiesce.engine.engine import Result
 from quiesce.engine.grammar import TooComplexError
 from quiesce.roles.engine_thread import EngineThread
@@ -44,14 +43,17 @@ class Steps:
         """Starts the next step unless one is under way or there is nothing to compute."""
         if self.thread.busy:
             return False
-        candidates = sorted(self.batch.plan(), key=lambda member: member[0].precedence)
-        fitting = [(s, count) for s, count in candidates if not s.ended and self._make_room(s, count)]
+        candidates = self.batch.plan()
+        room = self.page_size
+        if any(s.computed + count > room * len(s.pages) for s, count in candidates):
+            candidates.sort(key=lambda member: member[0].precedence)
+            candidates = [(s, count) for s, count in candidates if not s.ended and self._make_room(s, count)]
         # Whoever was retracted for a member of higher precedence is out again.
-        plan = [(sequence, count) for sequence, count in fitting if not sequence.ended]
+        plan = [(sequence, count) for sequence, count in candidates if not sequence.ended]
         if not plan:
             return False
         for sequence, _ in plan:
-            self.ledger.lend(LeaseKey.compute(sequence.tid))
+            self.ledger.lend(sequence.lease)
         self.batch.under_way = plan
         self.thread.submit([sequence.row(count) for sequence, count in plan])
         return True
@@ -78,8 +80,7 @@ class Steps:
         plan, self.batch.under_way = self.batch.under_way, []
         self.probing += all(sequence.probe for sequence, _ in plan)
         for index, (sequence, count) in enumerate(plan):
-            key = LeaseKey.compute(sequence.tid)
-            self.ledger.close(key, Proof.spoken(ProofKind.COMPLETED, key))
+            self.ledger.close(sequence.lease, sequence.completed)
             if not sequence.probe:
                 self.prompt_tokens_computed += max(0, min(count, sequence.prompt_tokens - sequence.computed))
             if sequence.ended:

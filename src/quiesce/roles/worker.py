@@ -22,7 +22,7 @@ import zmq
 
 from quiesce.channel import KeyRing, Received, start_authenticator
 from quiesce.core.fingerprint import Fingerprint, Limits
-from quiesce.core.ledger import Ledger
+from quiesce.core.ledger import Lease, Ledger
 from quiesce.core.machine import Action
 from quiesce.core.messages import (
     Address,
@@ -36,6 +36,7 @@ from quiesce.core.messages import (
     TransferId,
 )
 from quiesce.core.pages import PagePool
+from quiesce.core.proofs import Borrowing
 from quiesce.engine.engine import Engine, Result
 from quiesce.roles.admitting import hold_budget, refusal
 from quiesce.roles.compiling import Compiler
@@ -191,16 +192,23 @@ class Worker(ABC):
         for part in (self._receive, self.peers_turn, self._fire, self._compiled):
             self._guarded(part)
             if time.monotonic() - began > PART:
-                self._guarded(self.steps.collect)
+                self._guarded(self._collect)
                 self.steps.launch()
                 began = time.monotonic()
-        self._guarded(self.steps.collect)
+        self._guarded(self._collect)
         self._guarded(self.schedule)
         self.steps.launch()
         for router in self.legs.flush(time.monotonic()):
             log.error("the router does not read its answers; its legs are cancelled")
             for leg in self.legs.of(router):
                 self.give_up(leg, "cancelled", 499, "the router is gone")
+
+    def _collect(self) -> None:
+        self.legs.gather()
+        try:
+            self.steps.collect()
+        finally:
+            self.legs.send()
 
     def _fire(self) -> None:
         for payload in self.timers.due(AT_ONCE):
@@ -358,10 +366,12 @@ class Worker(ABC):
     def malformed(self) -> int:
         return self.listener.malformed + self.registration.link.malformed
 
-    def _observed(self, *change: Any) -> None:
-        self.ownership.observe(*change)
-        self.holds.observe(*change)
-        self.budget.observe(*change)
+    def _observed(self, event: str, tid: TransferId, pages: Any, lease: Lease | None = None, *closed: Any) -> None:
+        if lease is not None and lease.key.kind is Borrowing.COMPUTE:  # two for each token
+            self.ownership.name(tid)
+            return
+        for observer in (self.ownership, self.holds, self.budget):
+            observer.observe(event, tid, pages, lease, *closed)
 
     def _inspected(self, seq: int, page: int | None) -> Inspected:
         if page is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from quiesce.api.backend import Ask, Verdict
@@ -12,6 +12,7 @@ from quiesce.api.errors import ApiError, unavailable
 from quiesce.channel import Received
 from quiesce.core.messages import (
     Cancel,
+    Drawn,
     Ended,
     Exited,
     Inspected,
@@ -276,18 +277,23 @@ class Dispatcher(Looking):
         self._moved = self._loop.time()
         match message:
             case Tokens(rid=rid, token_ids=token_ids, logprobs=logprobs):
-                if (found := self._leg(worker, rid)) is not None:
-                    self.feed(found[0], rq.LegTokens(found[1], token_ids, logprobs))
+                self._feed_leg(worker, rid, rq.LegTokens, token_ids, logprobs)
+            case Drawn(rids=rids, token_ids=drawn):
+                for rid, token in zip(rids, drawn, strict=False):
+                    self._feed_leg(worker, rid, rq.LegTokens, (token,))
             case PromptLogprobs(rid=rid, first=first, logprobs=prompt):
-                if (found := self._leg(worker, rid)) is not None:
-                    self.feed(found[0], rq.LegPrompt(found[1], first, prompt))
+                self._feed_leg(worker, rid, rq.LegPrompt, first, prompt)
             case Ended(rid=rid):
-                if (found := self._leg(worker, rid)) is not None:
-                    self.feed(found[0], rq.LegEnded(found[1], message))
+                self._feed_leg(worker, rid, rq.LegEnded, message)
             case Inspected():
                 self._inspections.answered(message)
             case _:
                 self._counts["stray_messages"] += 1
+
+    def _feed_leg(self, worker: Worker, rid: str, event: Callable[..., rq.Event], *said: Any) -> None:
+        if (found := self._leg(worker, rid)) is not None:
+            call, side = found
+            self.feed(call, event(side, *said))
 
     def _leg(self, worker: Worker, rid: str) -> tuple[Call, rq.Side] | None:
         call = self._calls.get(rid)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -85,7 +87,7 @@ class NativeModel:
     def plan(self, rows: Sequence[Row], kv: KVPool) -> Flat:
         """Lay out checked rows, in their order."""
         counts = np.array([len(row.tokens) for row in rows], np.int64)
-        tables = [row.pages[: -(-row.end // self._page_size)] for row in rows]
+        tables = [row.pages if type(row.pages) is array else array("i", row.pages) for row in rows]
         described = np.empty((len(rows), library.ROW_FIELDS), np.int64)
         described[:, 0] = counts
         described[:, 1] = [row.start for row in rows]
@@ -93,9 +95,9 @@ class NativeModel:
         ends = np.cumsum(counts)
         samplers = [number for number, row in enumerate(rows) if row.sample is not None]
         return Flat(
-            tokens=np.concatenate([np.asarray(row.tokens, np.int32) for row in rows]),
+            tokens=np.fromiter(chain.from_iterable([row.tokens for row in rows]), np.int32, int(ends[-1])),
             rows=described,
-            pages=np.concatenate([np.asarray(table, np.int32) for table in tables]),
+            pages=np.frombuffer(b"".join(tables), np.int32),
             wanted=torch.from_numpy(ends[samplers] - 1),
             samplers=samplers,
             firsts=dict(enumerate((ends - counts).tolist())),
