@@ -6,6 +6,7 @@ import argparse
 import datetime
 import json
 import os
+import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -104,6 +105,7 @@ def earlier(path: Path | None) -> dict[str, Any]:
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by way of every `with`: no engine is left behind
     wanted = options()
     noise = machine.noise("before the bench")
     folder, names = resolve(wanted.model), available(wanted)

@@ -4,6 +4,7 @@
 // gives depends on its own keys alone, however it is batched.
 #pragma once
 #include "products.h"
+#include <utility>
 #include <vector>
 
 namespace {
@@ -11,6 +12,34 @@ namespace {
 constexpr int BLOCK = 64;      // keys
 constexpr int TILE = 128;      // query rows, roughly: tokens times the query heads of a KV head
 constexpr int ACROSS = 2 * W;  // columns computed at a time
+
+// Memory that is to come while something else is computed, a cache line at a time: many at once would be waited for.
+class Expected {
+  public:
+    // A few lines, of which each call asks for the next; the last is asked for again, which costs nothing.
+    struct Lines {
+        const char *at, *last;
+        inline __attribute__((always_inline)) void operator()() {
+            __builtin_prefetch(at, 0, 2);
+            at += at < last ? 64 : 0;
+        }
+    };
+
+    void clear() { runs.clear(), begun = 0, at = end = &none; }
+    void add(const void *from, long bytes) { runs.push_back({(const char *)from, (const char *)from + bytes}); }
+    Lines take(long lines) {
+        if (at == end && begun < runs.size()) at = runs[begun].first, end = runs[begun++].second;
+        const char *from = at;
+        at = end - at > 64 * lines ? at + 64 * lines : end;
+        return {from, at == from ? at : at - 1};
+    }
+
+  private:
+    static constexpr char none = 0;
+    std::vector<std::pair<const char *, const char *>> runs;
+    size_t begun = 0;
+    const char *at = &none, *end = &none;
+};
 
 #if defined(__AVX512BF16__)
 // Column j of 16 rows of 16 32-bit values becomes row j.
@@ -36,22 +65,26 @@ inline void transpose(__m512i (&r)[16]) {
 }
 
 // Keys to [dim / 2][BLOCK][2], values to [BLOCK / 2][wide][2].
-inline void lay_out_pairs(const bf16 *const *k, const bf16 *const *v, long dim, long wide, bf16 *keys, bf16 *values) {
+inline void lay_out_pairs(const bf16 *const *k, const bf16 *const *v, long dim, long wide, bf16 *keys, bf16 *values,
+                          Expected &expected) {
     alignas(64) uint16_t low[32], high[32];
     for (int i = 0; i < 32; i++) low[i] = i / 2 + 32 * (i % 2), high[i] = low[i] + 16;
     const __m512i lows = _mm512_load_si512(low), highs = _mm512_load_si512(high);
     for (long d = 0; d < dim; d += 32) {
+        auto soon = expected.take(64);
         const long left = dim - d < 32 ? dim - d : 32;
         const __mmask32 mask = left == 32 ? ~0u : (1u << left) - 1;
         for (int i0 = 0; i0 < BLOCK; i0 += 16) {
             __m512i r[16];
             for (int i = 0; i < 16; i++) r[i] = _mm512_maskz_loadu_epi16(mask, k[i0 + i] + d);
             transpose(r);
+            for (int i = 0; i < 8; i++) soon();
             for (int j = 0; j < left / 2; j++) _mm512_storeu_si512(keys + ((d / 2 + j) * BLOCK + i0) * 2, r[j]);
         }
         for (int i = 0; i < BLOCK; i += 2) {
             __m512i a = _mm512_maskz_loadu_epi16(mask, v[i] + d), b = _mm512_maskz_loadu_epi16(mask, v[i + 1] + d);
             bf16 *to = values + (i / 2 * wide + d) * 2;
+            soon();
             _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, lows, b));
             _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi16(a, highs, b));
         }
@@ -97,6 +130,7 @@ template <class C> struct Attention {
     std::vector<P> keys, values, weights;
     std::vector<float> scores, sums, best, total;  // the last three: of every KV head's every row
     std::vector<C> zeros;
+    Expected expected;
 
     Attention(const Paging &paging, long group)
         : paging(paging), dim(paging.head_dim), wide(up(dim, ACROSS)), keys(dim * BLOCK), values(BLOCK * wide),
@@ -115,11 +149,11 @@ template <class C> struct Attention {
         std::fill(best.begin(), best.begin() + all, -__builtin_inff());
         for (long first = 0; first < end; first += BLOCK)
             for (long head = 0; head < task.heads; head++) {
+                if (head == 0 && first + BLOCK < end)
+                    announce(task, first + BLOCK);
+                else if (head == 0 && next)
+                    announce(*next, 0);
                 gather(task.pool + head * dim, task.pages, first, end - first < BLOCK ? end - first : BLOCK);
-                if (first + BLOCK < end)
-                    fetch(task, first + BLOCK, head);
-                else if (next)
-                    fetch(*next, 0, head);
                 for (long r0 = 0; r0 < rows; r0 += ROWS)
                     with_rows(rows - r0, [&](auto count) {
                         constexpr int R = count;
@@ -142,7 +176,7 @@ template <class C> struct Attention {
     template <int R> void see(const P *queries, long start, long group, long r0, long row, long first) {
         for (long c = 0; c < BLOCK; c += ACROSS) {
             Floats s[R][2] = {};
-            multiply<R, 2, 0>(s, queries, dim, keys.data() + c * UNIT<P>, BLOCK, dim);
+            multiply(s, queries, dim, keys.data() + c * UNIT<P>, BLOCK, dim, expected.take(dim / UNIT<P>));
             for (int r = 0; r < R; r++)
                 for (int i = 0; i < 2; i++) store(&scores[r * BLOCK + c + W * i], s[r][i]);
         }
@@ -156,7 +190,7 @@ template <class C> struct Attention {
             float *to = &sums[row * wide + c];
             for (int r = 0; r < R; r++)
                 for (int i = 0; i < 2; i++) s[r][i] = load(to + r * wide + W * i) * splat(fade[r]);
-            multiply<R, 2, 0>(s, weights.data(), BLOCK, values.data() + c * UNIT<P>, wide, BLOCK);
+            multiply(s, weights.data(), BLOCK, values.data() + c * UNIT<P>, wide, BLOCK, expected.take(BLOCK / UNIT<P>));
             for (int r = 0; r < R; r++)
                 for (int i = 0; i < 2; i++) store(to + r * wide + W * i, s[r][i]);
         }
@@ -183,20 +217,23 @@ template <class C> struct Attention {
         return fade;
     }
 
-    // Has the memory send the block from position `first` on, or rather this head's share of it: runs of whole
-    // slots, which memory sends faster than one head's piece of each.
-    template <class O> void fetch(const Task<C, O> &task, long first, long head) const {
-        const long count = task.end() - first < BLOCK ? task.end() - first : BLOCK;
-        const long from = count * head / task.heads, to = count * (head + 1) / task.heads;
-        if (from == to) return;
-        const long bytes = task.heads * dim * (long)sizeof(C);
-        paging.walk(task.pool, task.pages, first + from, to - from, [&](const C *key) {
-            const char *k = (const char *)key, *v = (const char *)(key + paging.page_size * paging.width);
-            for (long at = 0; at < bytes; at += 64) {
-                expect(k + at);
-                expect(v + at);
+    // Expects the block from position `first` on, in runs that are as long as they can be.
+    template <class O> void announce(const Task<C, O> &task, long first) {
+        expected.clear();
+        const long bytes = task.heads * dim * (long)sizeof(C), half = paging.page_size * paging.width;
+        const bool whole = task.heads * dim == paging.width;
+        for (long p = first, end = first + BLOCK < task.end() ? first + BLOCK : task.end(); p < end;) {
+            const long slot = p % paging.page_size, left = paging.page_size - slot;
+            const long slots = !whole ? 1 : left < end - p ? left : end - p;
+            const C *key = task.pool + paging.at(task.pages[p / paging.page_size], 0, slot);
+            if (slots == paging.page_size) {
+                expected.add(key, 2 * half * (long)sizeof(C));
+            } else {
+                expected.add(key, slots * bytes);
+                expected.add(key + half, slots * bytes);
             }
-        });
+            p += slots;
+        }
     }
 
     // Lays out `count` keys and values from position `first` on; the rest of the block is zero.
@@ -209,12 +246,16 @@ template <class C> struct Attention {
         });
         for (; i < BLOCK; i++) k[i] = v[i] = zeros.data();
 #if defined(__AVX512BF16__)
-        if constexpr (std::is_same_v<C, bf16>) return lay_out_pairs(k, v, dim, wide, keys.data(), values.data());
+        if constexpr (std::is_same_v<C, bf16>)
+            return lay_out_pairs(k, v, dim, wide, keys.data(), values.data(), expected);
 #endif
         if constexpr (std::is_same_v<P, float>) {
+            auto soon = expected.take(4 * BLOCK);
             float *to = keys.data();
-            for (long i = 0; i < BLOCK; i++)
+            for (long i = 0; i < BLOCK; i++) {
                 for (long d = 0; d < dim; d++) to[d * BLOCK + i] = widen(k[i][d]);
+                for (int line = 0; line < 4; line++) soon();
+            }
             to = values.data();
             for (long i = 0; i < BLOCK; i++)
                 for (long d = 0; d < dim; d++) to[i * wide + d] = widen(v[i][d]);

@@ -35,39 +35,43 @@ template <class T> void pack(const T *matrix, const float *scale, const float *b
     }
 }
 
-// sums[r][s] += x[r] . columns s of `w`, whose rows are `across` columns apart. Every k-step also fetches one
-// cache line for each of `lines`, at `ahead` and then `stride` bytes further.
-template <int R, int S, int LOCALITY, class T>
-inline __attribute__((always_inline)) void multiply(Floats (&sums)[R][S], const Act<T> *x, long apart, const T *w,
-                                                    long across, long depth, const char *ahead = nullptr,
-                                                    long stride = 0, int lines = 0) {
+// sums[r][s] += x[r] . columns s of `w`, whose rows are `across` columns apart. `meanwhile` is called at every k-step:
+// there it is that memory is told what will be wanted. Not inlined: accumulators,
+// and nothing of the caller, have the registers.
+template <int R, int S, class T, class F>
+__attribute__((noinline)) void multiply(Floats (&sums)[R][S], const Act<T> *x, long apart, const T *w, long across,
+                                        long depth, F meanwhile) {
+    Floats acc[R][S];
+    memcpy(acc, sums, sizeof acc);
+    // Rows by three pointers and one distance: what an address can be made of without a register for each row.
+    const Act<T> *rows[3] = {x, x + 3 * apart, x + 6 * apart};
     for (long k = 0; k < depth; k += UNIT<T>) {
-        if constexpr (LOCALITY > 0) {
-            for (int i = 0; i < lines; i++) __builtin_prefetch(ahead + 64 * i, 0, LOCALITY);
-            ahead += stride;
-        }
+        meanwhile();
 #if defined(__AVX512BF16__)
         if constexpr (PAIRED<T>) {
             __m512bh b[S];
             for (int s = 0; s < S; s++) b[s] = load_pairs(w + 2 * W * s);
             for (int r = 0; r < R; r++) {
-                __m512bh a = (__m512bh)_mm512_set1_epi32(read<int>(x + r * apart + k));
-                for (int s = 0; s < S; s++) sums[r][s] = (Floats)_mm512_dpbf16_ps((__m512)sums[r][s], a, b[s]);
+                __m512bh a = (__m512bh)_mm512_set1_epi32(read<int>(rows[r / 3] + r % 3 * apart));
+                for (int s = 0; s < S; s++) acc[r][s] = (Floats)_mm512_dpbf16_ps((__m512)acc[r][s], a, b[s]);
             }
-            w += 2 * across;
-            continue;
         }
 #endif
         if constexpr (std::is_same_v<Act<T>, float>) {
             Floats b[S];
             for (int s = 0; s < S; s++) b[s] = load(w + W * s);
             for (int r = 0; r < R; r++) {
-                Floats a = splat(x[r * apart + k]);
-                for (int s = 0; s < S; s++) sums[r][s] = fma(a, b[s], sums[r][s]);
+                Floats a = splat(rows[r / 3][r % 3 * apart]);
+                for (int s = 0; s < S; s++) acc[r][s] = fma(a, b[s], acc[r][s]);
             }
-            w += across;
+        }
+        w += UNIT<T> * across;
+        for (auto &row : rows) {
+            row += UNIT<T>;
+            asm("" : "+r"(row));  // else the compiler makes a pointer for each row again
         }
     }
+    memcpy(sums, acc, sizeof acc);
 }
 
 // Calls f with the constant `rows`, 1 to ROWS.
@@ -97,7 +101,8 @@ template <class T>
 void product(const Act<T> *x, long apart, long rows, const Matrix &m, float *out, long outs, bool add, int part,
              int parts) {
     const long panels = up(m.n, COLUMNS) / COLUMNS, bytes = panel_bytes<T>(m.depth), depth = up(m.depth, UNIT<T>);
-    const long row_bytes = COLUMNS * UNIT<T> * (long)sizeof(T), tiles = up(rows, ROWS) / ROWS;
+    constexpr long row_bytes = COLUMNS * UNIT<T> * (long)sizeof(T);
+    const long tiles = up(rows, ROWS) / ROWS;
     const long stride = tiles > 1 ? up(row_bytes, tiles - 1) / (tiles - 1) : 0;
     const int lines = (int)(up(stride, 64) / 64);
     for (long panel = panels * part / parts; panel < panels * (part + 1) / parts; panel++) {
@@ -112,11 +117,16 @@ void product(const Act<T> *x, long apart, long rows, const Matrix &m, float *out
                 Floats sums[R][SPAN] = {};
                 const Act<T> *from = x + r0 * apart;
                 if (r0 == 0)  // this panel comes from memory
-                    multiply<R, SPAN, 3>(sums, from, apart, w, COLUMNS, depth, at + AHEAD, row_bytes,
-                                         (int)(row_bytes / 64));
+                    multiply(sums, from, apart, w, COLUMNS, depth, [ahead = at + AHEAD]() mutable {
+                        for (long i = 0; i < row_bytes; i += 64) __builtin_prefetch(ahead + i, 0, 3);
+                        ahead += row_bytes;
+                    });
                 else  // meanwhile, the next one does
-                    multiply<R, SPAN, 2>(sums, from, apart, again, COLUMNS, depth,
-                                         at + bytes + (r0 / ROWS - 1) * stride * (depth / UNIT<T>), stride, lines);
+                    multiply(sums, from, apart, again, COLUMNS, depth,
+                             [=, next = at + bytes + (r0 / ROWS - 1) * stride * (depth / UNIT<T>)]() mutable {
+                                 for (int i = 0; i < lines; i++) __builtin_prefetch(next + 64 * i, 0, 2);
+                                 next += stride;
+                             });
                 for (int r = 0; r < R; r++) {
                     float *to = out + (r0 + r) * outs + panel * COLUMNS;
                     float edge[COLUMNS];

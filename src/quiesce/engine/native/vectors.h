@@ -61,12 +61,6 @@ template <class V> inline V read(const void *at) {
 }
 template <class V> inline void write(void *at, V v) { memcpy(at, &v, sizeof v); }
 
-// Has the memory send a cache line to the second-level cache.
-inline void expect(const void *at) {
-    __builtin_prefetch(at, 0, 2);
-    asm volatile("");  // a function that only prefetches has no effect in GCC's eyes, and calls of it go
-}
-
 inline Floats splat(float x) { return Floats{} + x; }
 inline Floats load(const float *at) { return read<Floats>(at); }
 inline Floats load(const bf16 *at) { return (Floats)(__builtin_convertvector(read<Halves>(at), Words) << 16); }
