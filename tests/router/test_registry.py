@@ -203,6 +203,15 @@ def test_health_names_what_computes_a_workers_steps() -> None:
     assert told == {"prefill-0": "native avx2", "decode-0": "plain PyTorch: the native step is off"}
 
 
+def test_health_names_the_transfer_engine_of_each_pair_and_why() -> None:
+    registry = Registry()
+    up(registry, "prefill-0", transfers=("shm: both are on one host (2 peers)",))
+    up(registry, "decode-0")
+    _, detail = report(registry, 0.0, False, Standing())
+    told = {worker["name"]: worker["transfers"] for worker in detail["workers"]}
+    assert told == {"prefill-0": ["shm: both are on one host (2 peers)"], "decode-0": []}
+
+
 def test_a_full_worker_is_healthy_and_not_chosen() -> None:
     registry = Registry()
     p, d = up(registry, "prefill-0", "decode-0")

@@ -84,6 +84,7 @@ class LabWorker:
     killed: bool = False
     heard: float = 0.0  # when its last heartbeat was read
     cautions: tuple[str, ...] = ()  # of that heartbeat
+    transfers: tuple[str, ...] = ()  # likewise
     address: Address | None = None
     link: Link | None = None
     inspected: Inspected | None = None
@@ -256,6 +257,7 @@ class Cluster:
         if worker is None:
             return
         worker.heard, worker.cautions = time.monotonic(), register.cautions
+        worker.transfers = register.transfers
         if worker.address == register.address:
             return
         if worker.address is not None and worker.link is not None:
