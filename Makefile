@@ -104,7 +104,7 @@ bench-peers: $(TESTING) ## install vLLM's CPU build and llama.cpp beside, for th
 bench: $(TESTING) ## measure Quiesce beside the peers that are installed (half an hour on a quiet machine; ARGS=--quick)
 	@$(BIN)/python -m bench.run $(ARGS)
 
-bench-transfer: $(TESTING) ## measure shm and tcp against bare loops, page lists and latency (a minute; two cores)
+bench-transfer: $(TESTING) ## measure every engine against a bare loop on it, and latency (minutes; two cores; ARGS=shm)
 	@$(BIN)/python -m bench.transfer $(ARGS)
 
 bench-core: $(TESTING) ## measure the ledger and the machines against bare lists, and against their own size (half a minute)

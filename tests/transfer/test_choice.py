@@ -271,3 +271,6 @@ def test_picks_name_the_engine_of_each_pair_in_use_and_why(made: Callable[..., C
         poster.connect(lender.descriptor(poster._epoch), poster._epoch)
         until(lambda poster=poster: lender.generation(poster._epoch), lender, *posters)
     assert lender.picks() == ("shm: both are on one host (2 peers)", "tcp: the only one here (1 peer)")
+    assert [poster.picks() for poster in posters] == [("shm: both are on one host (1 peer)",)] * 2 + [
+        ("tcp: the only one here (1 peer)",)
+    ]

@@ -265,6 +265,9 @@ class FaultyTransport(Transport):
     def report(self) -> dict[str, Any]:
         return self._inner.report()
 
+    def picks(self) -> tuple[str, ...]:
+        return self._inner.picks()
+
     def used_up(self) -> str | None:
         return self._inner.used_up()
 
