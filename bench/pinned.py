@@ -47,7 +47,11 @@ class Pinned:
         )
 
     def __enter__(self) -> Pinned:
-        self._answer()  # loaded
+        try:
+            self._answer()  # loaded
+        except BaseException:
+            self.__exit__()
+            raise
         self._signal(signal.SIGSTOP)
         return self
 
