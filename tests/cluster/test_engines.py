@@ -78,6 +78,8 @@ def _storm(matrix: Matrix, oracle: Oracle) -> None:
     for name in PAIR:
         peers = cluster.inspect(name)["transport"]["peers"]
         assert all(how.startswith(f"{matrix.lane.transfer}:") for how in peers.values()), peers
+        told = cluster.workers[name].transfers  # as /health shows it
+        assert told == (f"{matrix.lane.transfer}: the only one here (1 peer)",), told
 
 
 def _counted_as_what_it_was(matrix: Matrix, before: dict) -> None:  # type: ignore[type-arg]
