@@ -20,7 +20,7 @@ SUITABLE = import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for name in python3 python python3.11 python3.12 python3.13 python3.14; do \
 	if $$name -c '$(SUITABLE)' >/dev/null 2>&1; then command -v $$name; break; fi; done)
 
-.PHONY: help setup serve test quick soak soak-sim soak-router load rdma-lab bench bench-peers bench-transfer bench-core bench-gpu bench-loop bench-router lint format lock clean bench-safety test-long
+.PHONY: help setup serve test quick soak soak-sim soak-router load rdma-lab bench bench-peers bench-transfer bench-core bench-gpu bench-loop bench-router bench-overlap lint format lock clean bench-safety test-long
 help: ## show this
 	@awk -F ' ## ' '/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@printf '%s\n' '' \
@@ -118,6 +118,9 @@ bench-router: $(TESTING) ## what the router adds to an answer, and how many toke
 
 bench-gpu: $(TESTING) ## on a machine with a GPU: is it right, then how fast (8 minutes; ARGS="--dry-run --device cpu" without one)
 	@$(BIN)/python -m bench.gpu $(ARGS)
+
+bench-overlap: $(TESTING) ## what moving the pages costs the prefill loop, and a first token (two minutes)
+	@$(BIN)/python -m bench.overlap $(ARGS)
 
 bench-safety: $(TESTING) ## what holding costs: the rule on and off in turns, and how soon pages are free after a cut
 	@$(BIN)/python -m bench.safety $(ARGS)
