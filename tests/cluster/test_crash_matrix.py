@@ -36,7 +36,7 @@ def marked(cell: Cell) -> object:
     return pytest.param(cell, id=str(cell), marks=[] if short else [pytest.mark.long])
 
 
-@pytest.mark.parametrize("cell", map(marked, CELLS))
+@pytest.mark.parametrize("cell", [*map(marked, CELLS)])
 def test_who_waits_is_told_or_answered_and_nothing_is_left(matrix: Matrix, cell: Cell) -> None:
     try:
         matrix.run(cell)

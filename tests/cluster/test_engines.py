@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,19 +41,29 @@ def ordeals() -> Iterator[object]:
 
 
 @pytest.fixture(scope="module")
-def matrix(request: pytest.FixtureRequest, tiny: Path, oracle: Oracle) -> Iterator[Matrix]:
-    lane: Lane = request.param
-    folder = Path(tempfile.mkdtemp(prefix="qs-"))
-    settings = {"transfer": lane.transfer, "direction": lane.direction}
-    with PatientRouter(tiny, folder, hold_timeout=2.0, **settings) as cluster:
-        yield Matrix(cluster, oracle)
-    shutil.rmtree(folder, ignore_errors=True)
+def pair_of(tiny: Path, oracle: Oracle) -> Iterator[Callable[[Lane], Matrix]]:
+    """One pair of workers at a time, which lives for as long as the lane is the same."""
+    with contextlib.ExitStack() as stack:
+        living: dict[Lane, Matrix] = {}
+
+        def of(lane: Lane) -> Matrix:
+            if lane not in living:
+                living.clear()
+                stack.close()
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="qs-", ignore_cleanup_errors=True))
+                settings = {"transfer": lane.transfer, "direction": lane.direction}
+                cluster = stack.enter_context(PatientRouter(tiny, Path(folder), hold_timeout=2.0, **settings))
+                living[lane] = Matrix(cluster, oracle)
+            return living[lane]
+
+        yield of
 
 
-@pytest.mark.parametrize(("matrix", "cell"), [*ordeals()], indirect=["matrix"])
+@pytest.mark.parametrize(("lane", "cell"), [*ordeals()])
 def test_who_waits_is_told_or_answered_right_and_nothing_is_left(
-    matrix: Matrix, cell: Cell | None, oracle: Oracle
+    pair_of: Callable[[Lane], Matrix], lane: Lane, cell: Cell | None, oracle: Oracle
 ) -> None:
+    matrix = pair_of(lane)
     before = matrix.cluster.inspect(DECODE)
     try:
         _storm(matrix, oracle) if cell is None else matrix.run(cell)
