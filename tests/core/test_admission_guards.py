@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from core_rig import D, LenderRig, only, sent
+from core_rig import P1, D, LenderRig, P, only, sent
 
 from quiesce.core.admission import Promises, check, effective_limit, pages_for, refuse_pool
 from quiesce.core.fingerprint import Limits
 from quiesce.core.ledger import Ledger, LedgerError
-from quiesce.core.lender import End
-from quiesce.core.machine import Closed
-from quiesce.core.messages import Abort, Drained, TransferId
+from quiesce.core.lender import TABLE, End, NotRevoked, State
+from quiesce.core.machine import Action, Arm, Closed, Revoke, Timer
+from quiesce.core.messages import Abort, Accept, Drained, TransferId
 from quiesce.core.pages import DoubleReturn, PagePool
 from quiesce.core.proofs import LeaseKey, Proof, ProofKind
 
@@ -86,6 +86,59 @@ def test_d3_a_pool_smaller_than_the_context_is_refused_at_start_up():
     assert refuse_pool(681_280, 681_280, "decode") is None
     why = refuse_pool(1_048_576, 681_280, "decode")
     assert why is not None and "681280" in why and "1048576" in why
+
+
+def clocks(rig: LenderRig, tid: TransferId, *actions: list[Action]) -> set[Timer]:
+    """The timers about it that run and would be heard, after these actions."""
+    state = rig.lender.transfers[tid].state
+    armed = {arm.timer for each in actions for arm in only(each, Arm) if arm.about == tid}
+    return {timer for timer in armed if (state, timer) in TABLE}
+
+
+def test_d4_whatever_a_transfer_waits_for_a_clock_of_its_own_ends_it():
+    """Every state in which somebody else is waited for. A committed transfer is our own engine's alone, and one in
+    quarantine ends with a fence or a restart (guard H15)."""
+    rig = LenderRig()
+    tid = rig.reserve({0: P, 1: P1})
+    so_far = rig.publish(tid)  # the other rank has no offer yet
+    assert rig.state(tid) is State.RESERVED and Timer.DEADLINE in clocks(rig, tid, so_far)
+    so_far += rig.publish(tid, rank=1)
+    assert rig.state(tid) is State.OFFERED and Timer.DEADLINE in clocks(rig, tid, so_far)
+    so_far += rig.hear(rig.done(rig.leg(tid, 1))) + rig.hear(rig.done(rig.leg(tid), digest=b"x"))
+    assert rig.state(tid) is State.LANDED and Timer.DEADLINE in clocks(rig, tid, so_far), "the digest is compared"
+    for had in (True, False):
+        rig = LenderRig()
+        tid = rig.offered()
+        held = rig.end(tid)
+        assert rig.state(tid) is State.HOLDING and {Timer.REPEAT, Timer.HOLD} <= clocks(rig, tid, held)
+        (fence,) = only(rig.fire(Timer.HOLD, tid), Revoke)
+        assert rig.kept(tid), "no clock frees anything"
+        if not had:  # it is asked for again
+            again = rig.lender.on(NotRevoked(fence.epoch, fence.generation, fence.pages))
+            assert Timer.REFENCE in clocks(rig, tid, again) and only(rig.fire(Timer.REFENCE, tid), Revoke)
+    assert {state for state, event in TABLE if isinstance(event, Timer)} == set(State) - {
+        State.COMMITTED,
+        State.QUARANTINE,
+    }
+
+
+def test_d4_a_place_in_the_peers_queue_and_a_silent_peer_are_different_clocks():
+    rig = LenderRig()
+    tid = rig.reserve()
+    offered = rig.publish(tid)
+    assert clocks(rig, tid, offered) == {Timer.REPEAT, Timer.DEADLINE}
+    (deadline,) = (arm for arm in only(offered, Arm) if arm.timer is Timer.DEADLINE)
+    assert deadline.delay_ms == 1000, "its own request's, whatever the hold timeout"
+    waiting = rig.hear(Accept(rig.leg(tid), place=500))
+    for _ in range(100):  # however long it takes: nobody is asked to prove that he lives, nothing is sent again
+        waiting += rig.fire(Timer.REPEAT, tid) + rig.fire(Timer.HOLD, tid) + rig.fire(Timer.REFENCE, tid)
+    assert waiting == [] and rig.state(tid) is State.OFFERED
+    late = rig.fire(Timer.DEADLINE, tid)
+    assert rig.state(tid) is State.HOLDING and sent(late, Abort)
+    assert not only(late, Revoke), "a late request says nothing of its peer"
+    assert clocks(rig, tid, late) >= {Timer.HOLD, Timer.REPEAT}, "from here on silence counts"
+    answered = rig.hear(Drained(rig.leg(tid)))
+    assert only(answered, Closed) == [Closed(tid)] and rig.fire(Timer.HOLD, tid) == []
 
 
 def test_d5_ids_are_minted_here_and_never_reused():

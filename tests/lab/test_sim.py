@@ -7,6 +7,7 @@ import gc
 import os
 import subprocess
 import sys
+from typing import Literal
 
 import pytest
 
@@ -14,7 +15,7 @@ from quiesce.cli import main
 from quiesce.lab.sim import command
 from quiesce.lab.sim.run import SimReport, simulate, simulate_seed
 from quiesce.lab.sim.trace import sample
-from quiesce.lab.sim.world import Noise, World, world_of
+from quiesce.lab.sim.world import Noise, Req, World, world_of
 from quiesce.roles.worker import Worker
 from quiesce.router.dispatch import Dispatcher
 
@@ -27,6 +28,32 @@ def test_a_quiet_world_answers_every_request_and_is_idle_afterwards() -> None:
     assert report.outcomes == {"answered": sum(req.samples for req in calm)}
     assert report.held.most == 0
     assert report.owned.most > 0
+
+
+@pytest.mark.parametrize("reserve", ["early", "late"])
+@pytest.mark.parametrize("direction", ["push", "pull"])
+def test_d4_a_burst_larger_than_every_window_waits_its_turn_and_none_of_it_fails(
+    reserve: Literal["early", "late"], direction: Literal["push", "pull"]
+) -> None:
+    """Decode has room for four at a time and prefill computes one page a step: most of them wait many times longer
+    than a silent peer may be silent."""
+    burst = tuple(Req(number, 0.5, (7, number), 4, answer=6, most=8, timeout=120.0) for number in range(60))
+    world = World(
+        seed=5,
+        requests=burst,
+        decode_pages=16,
+        prefill_pages=8,
+        max_running=4,
+        chunk=4,
+        hold_timeout=0.5,
+        reserve=reserve,
+        direction=direction,
+    )
+    report = simulate(world)
+    assert report.broken is None
+    assert report.outcomes == {"answered": 60}
+    assert max(report.waits) > 3 * world.hold_timeout, "they did wait"
+    assert set(report.closed_by) == {"completed"}, "no fence was asked for"
 
 
 def test_the_same_seed_is_the_same_run_in_any_process() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -51,6 +52,11 @@ async def until(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
     return value
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
 def settings_for(keys: Path, model: Path, port: int = 0, **fields: Any) -> RouterSettings:
     quick: dict[str, Any] = {"request_timeout": 30.0, "drain_timeout": 5.0}
     return RouterSettings(
@@ -88,6 +94,7 @@ class FakeWorker:
     counts: dict[str, int] = field(default_factory=dict)
     routers: list[bytes] = field(default_factory=list)  # of every leg that came
     router_epochs: set[int] = field(default_factory=set)
+    told_limits: list[int] = field(default_factory=list)
     progress: int = 0
     silent: bool = False
 
@@ -149,6 +156,7 @@ class FakeWorker:
             for message in await self.registration.receive():
                 assert isinstance(message, Registered)
                 self.router_epochs.add(message.router_epoch)
+                self.told_limits.append(message.limit)
 
     async def _hear(self) -> None:
         while True:

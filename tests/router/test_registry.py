@@ -194,6 +194,22 @@ def test_d3_the_limit_of_the_pairs_is_the_least_of_context_and_pools() -> None:
     assert pairing.context_limit([p, d, other]) == 300  # it is in no pair
 
 
+def test_d3_the_agreed_limit_falls_at_once_and_rises_when_all_have_said_so() -> None:
+    registry = Registry()
+    p, d = up(registry, "prefill-0", "decode-0", limits=Limits(512, 400, 8))
+    assert pairing.agreed_limit([p]) is None
+    assert pairing.agreed_limit([p, d]) == 400, "before anybody was told"
+    (small,) = up(registry, "decode-1", limits=Limits(512, 300, 8))
+    assert pairing.agreed_limit([p, d, small]) == 300, "though the others were told 400"
+    for name in ("prefill-0", "decode-0"):
+        beat(registry, register(name, limits=Limits(512, 400, 8), agreed=300))
+    assert pairing.agreed_limit([p, d]) == 300, "the small one is gone, and they still go by its limit"
+    beat(registry, register("prefill-0", limits=Limits(512, 400, 8), agreed=400))
+    assert pairing.agreed_limit([p, d]) == 300
+    beat(registry, register("decode-0", limits=Limits(512, 400, 8), agreed=400))
+    assert pairing.agreed_limit([p, d]) == 400
+
+
 def test_health_names_what_computes_a_workers_steps() -> None:
     registry = Registry()
     up(registry, "prefill-0", step="native avx2")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from quiesce.api.chat import TextModel
 from quiesce.core import messages
 from quiesce.core.fingerprint import Limits
-from router.cluster import body, cluster, until
+from router.cluster import body, cluster, free_port, until
 
 pytestmark = pytest.mark.anyio
 
@@ -166,6 +167,54 @@ async def test_d3_the_limit_is_the_least_of_context_and_both_pools(tmp_path: Pat
         assert answer.status_code == 400 and "at most 60" in answer.json()["error"]["message"]
         health = (await c.client.get("/health")).json()
         assert health["context_limit"] == 60
+
+
+async def test_d3_every_worker_is_told_the_limit_that_clients_are_shown(tmp_path: Path, text: TextModel) -> None:
+    """It does not come and go with heartbeats, and it rises when a small worker is gone and the others know it."""
+    workers = [{"role": "prefill"}, {"role": "decode"}, {"role": "decode", "limits": Limits(512, 60, 512)}]
+    async with cluster(tmp_path, text, workers) as c:
+
+        async def shown() -> tuple[int, int]:
+            models, health = await c.client.get("/v1/models"), await c.client.get("/health")
+            return models.json()["data"][0]["max_model_len"], health.json()["context_limit"]
+
+        await until(lambda: all(worker.told_limits[-1:] == [60] for worker in c.workers))
+        assert await shown() == (60, 60)
+        operated = c.router.dispatcher.registry.workers["decode-1"]
+        operated.drained = "for a while"
+        assert await shown() == (60, 60), "it may come back at any moment"
+        for worker in c.workers:
+            worker.reported = {"agreed": 60}
+        small = c.worker("decode-1")
+        small.kill()
+        c.exited(small)
+        await until(lambda: c.decode.told_limits[-1] == c.prefill.told_limits[-1] == 512)
+        assert await shown() == (60, 60), "they have not said that they know"
+        answer = await c.client.post("/v1/completions", json={"model": "tiny", "prompt": [5] * 60})
+        assert answer.status_code == 400 and "at most 60" in answer.json()["error"]["message"]
+        c.prefill.reported = c.decode.reported = {"agreed": 512}
+        await until(lambda: c.router.dispatcher.context_limit() == 512)
+        assert await shown() == (512, 512)
+
+
+async def test_d3_a_workers_own_port_goes_by_the_agreed_limit(tmp_path: Path, text: TextModel) -> None:
+    """Both legs are refused there, at once and without a worker."""
+    ports = {name: free_port() for name in ("prefill-0", "decode-0")}
+    workers = [{"role": "prefill"}, {"role": "decode", "limits": Limits(512, 60, 512)}]
+    async with cluster(tmp_path, text, workers, worker_ports=tuple(ports.items())) as c:
+        took = []
+        for port in ports.values():
+            room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": ports["prefill-0"], "bootstrap_room": 7}
+            body = {"input_ids": [5] * 60, "sampling_params": {"max_new_tokens": 4}, **room}
+            models = await c.client.get(f"http://127.0.0.1:{port}/v1/models")
+            assert models.json()["data"][0]["max_model_len"] == 60
+            for _ in range(5):
+                began = time.monotonic()
+                answer = await c.client.post(f"http://127.0.0.1:{port}/generate", json=body)
+                took.append(time.monotonic() - began)
+                assert answer.status_code == 400 and "60" in answer.text, answer.text
+        assert min(took[:5]) < 0.05 and min(took[5:]) < 0.05, "nothing is waited for"
+        assert not c.prefill.starts and not c.decode.starts
 
 
 async def test_d5_equal_client_ids_are_three_independent_requests(tmp_path: Path, text: TextModel) -> None:

@@ -101,6 +101,7 @@ class Cluster:
         self.ring = KeyRing(self.keys / "ring")
         self.router_keys = self._key("router")
         self.router_epoch = ROUTER_EPOCH
+        self.limit = 0  # what workers are told that all have agreed on
         self.workers: dict[str, LabWorker] = {}
         self.requests: dict[str, LabRequest] = {}
         self._log = (log or run_dir / "workers.log").open("ab")
@@ -235,7 +236,7 @@ class Cluster:
         for received in self.registry.receive():
             if isinstance(received.message, Register):
                 self._registered(received.message)
-                self.registry.send(received.sender, Registered(self.router_epoch))
+                self.registry.send(received.sender, Registered(self.router_epoch, self.limit))
         for worker in list(self.workers.values()):
             if worker.link is None:
                 continue

@@ -56,5 +56,6 @@ def _misfit(worker: Worker, start: Start) -> tuple[int, str] | None:
     if start.resumed and not 0 < start.resumed < min(len(start.token_ids), start.sampling.max_tokens):
         return 400, f"{start.resumed} tokens of an answer that was begun elsewhere do not fit this request"
     prompt = len(start.token_ids) - start.resumed
-    refused = check(prompt, start.sampling.max_tokens, effective_limit(worker.limits()))
+    own = effective_limit(worker.limits())
+    refused = check(prompt, start.sampling.max_tokens, min(own, worker.registration.limit or own))
     return None if refused is None else (refused.status, refused.reason)

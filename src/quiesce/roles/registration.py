@@ -35,11 +35,13 @@ def control_socket(settings: WorkerSettings, context: zmq.Context[Any], keys: Ke
 
 
 class Registration:
-    """`router_epoch` is the router's own, None while there is none."""
+    """`router_epoch` is the router's own, None while there is none. `limit`: what all workers have agreed on, as that
+    router says; 0: nothing."""
 
     def __init__(self, context: zmq.Context[Any], endpoint: str, router_key: str, keys: KeyPair) -> None:
         self.link = Link(context, endpoint, router_key, keys)
         self.router_epoch: int | None = None
+        self.limit = 0
 
     def beat(self, register: Register) -> None:
         if self.link.refused:
@@ -52,12 +54,12 @@ class Registration:
         gone = None
         for change in self.link.state_changes():
             if change is LinkEvent.DOWN and self.router_epoch is not None:
-                gone, self.router_epoch = self.router_epoch, None
+                gone, self.router_epoch, self.limit = self.router_epoch, None, 0
         for message in self.link.receive():
             if isinstance(message, Registered):
                 if self.router_epoch not in (None, message.router_epoch):
                     gone = self.router_epoch
-                self.router_epoch = message.router_epoch
+                self.router_epoch, self.limit = message.router_epoch, message.limit
         return gone
 
     def close(self) -> None:

@@ -30,6 +30,7 @@ def state_of(worker: Worker) -> dict[str, Any]:
         "leases_opened": worker.ledger.opened,
         "step_leases": worker.ledger.steps,
         "unsound": worker.ledger.unsound,
+        "agreed_limit": worker.registration.limit,
         "held_by_tenant": worker.budget.by_tenant(),
         **worker.tables(),
     }

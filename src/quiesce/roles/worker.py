@@ -348,6 +348,7 @@ class Worker(ABC):
                 draining=self.draining,
                 local_prefill=self.role == "decode" and not self.settings.strict_disaggregation,
                 step=self.engine.how,
+                agreed=self.registration.limit,
                 cautions=cautions(self.caps, self.settings, self.ledger),
                 transfers=self.picks(),
             )

@@ -312,7 +312,7 @@ class Dispatcher(Looking):
             case Register() as message:
                 self._apply(self.registry.on_register(message, received.user, now))
                 if self.registry.knows(message.address.epoch):  # one that was refused must not think it is in
-                    return Registered(self.epoch)
+                    return Registered(self.epoch, self._told)
             case Exited() as message:
                 self._apply(self.registry.on_exited(message, received.user, now))
             case _:
@@ -333,6 +333,8 @@ class Dispatcher(Looking):
                 log.exception("the sweep over the workers failed")
 
     def _apply(self, changes: list[Change]) -> None:
+        if any(isinstance(change, Connect | Lost) for change in changes):  # limits change with processes alone
+            self._told = pairing.context_limit(self.registry.workers.values()) or 0
         for change in changes:
             match change:
                 case Connect(worker):

@@ -35,6 +35,7 @@ class Looking:
         self._links: Links | None = None
         self._calls: dict[str, Call] = {}
         self._counts: Counter[str] = Counter()
+        self._told = 0  # the limit that workers are told; 0: no two of them are a pair
         self._moved = loop.time()  # when a worker last said anything about a request
         self.counted_elsewhere: list[Callable[[], dict[str, int]]] = []
         self._inspections = Inspections(self._send)
@@ -45,7 +46,12 @@ class Looking:
         return pairing.usable(workers, self._loop.time(), self.registry.patience)
 
     def context_limit(self) -> int | None:
-        return pairing.context_limit(self._usable())
+        """Of every registered worker and not of those alone that could take work now: a limit that came and went with
+        heartbeats would be none."""
+        return None if pairing.missing(self._usable()) else self.agreed_limit()
+
+    def agreed_limit(self) -> int | None:
+        return pairing.agreed_limit(self.registry.workers.values())
 
     def refusal(self) -> ApiError | None:
         if self.draining:

@@ -107,6 +107,16 @@ def context_limit(workers: Iterable[Worker]) -> int | None:
     return min(*limits, MESSAGE_TOKENS) if limits else None
 
 
+def agreed_limit(workers: Iterable[Worker]) -> int | None:
+    """The limit that is in force. It falls at once; it rises when every worker has said that it goes by the higher
+    one, so that no leg is refused for a limit that clients were not shown."""
+    found = list(workers)
+    limit = context_limit(found)
+    if limit is None:
+        return None
+    return min(limit, *(worker.latest.agreed for worker in found if worker.latest.agreed), limit)
+
+
 def missing(workers: Iterable[Worker]) -> list[str]:
     """What keeps these workers from forming a pair, for people; empty when there is a pair."""
     found = list(workers)

@@ -113,8 +113,12 @@ class WorkerPort:
         return self._dispatcher.registry.workers.get(self.name)
 
     def context_limit(self) -> int | None:
+        """The one that all workers have agreed on, as a leg here is one of two; its own where it is in no pair."""
         worker = self.worker
-        return None if worker is None else effective_limit(worker.latest.limits)
+        if worker is None:
+            return None
+        own = effective_limit(worker.latest.limits)
+        return min(own, self._dispatcher.agreed_limit() or own)
 
     def refusal(self) -> ApiError | None:
         if self._dispatcher.draining:
