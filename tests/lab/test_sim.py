@@ -56,6 +56,17 @@ def test_d4_a_burst_larger_than_every_window_waits_its_turn_and_none_of_it_fails
     assert set(report.closed_by) == {"completed"}, "no fence was asked for"
 
 
+@pytest.mark.parametrize("direction", ["push", "pull"])
+def test_d7_a_prefill_worker_that_remembers_no_more_transfers_is_full_and_not_broken(
+    direction: Literal["push", "pull"],
+) -> None:
+    """Who is turned away may come again (503)."""
+    burst = tuple(Req(number, 0.5, (7, number), 4, answer=6, most=8, timeout=60.0) for number in range(40))
+    report = simulate(World(seed=5, requests=burst, records=2, chunk=4, direction=direction))
+    assert report.broken is None
+    assert set(report.outcomes) == {"answered", "503"} and report.outcomes["503"] > 0
+
+
 def test_the_same_seed_is_the_same_run_in_any_process() -> None:
     here = simulate_seed(11, 40)
     code = "from quiesce.lab.sim.run import simulate_seed; r = simulate_seed(11, 40); print(r.events, r.seconds)"

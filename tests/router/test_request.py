@@ -137,6 +137,7 @@ def test_the_leg_that_is_at_fault_is_blamed_and_a_client_s_mistake_is_nobody_s()
     for event, blamed in (
         (failed("prefill", 500), [Blame("prefill")]),
         (failed("decode", 502, "peer"), [Blame("prefill")]),  # decode says that its prefill worker is gone
+        (failed("decode", 503, "peer"), [Blame("prefill", sick=False)]),  # ... remembers as many transfers as it may
         (failed("decode", 502, "self"), [Blame("decode")]),
         (failed("decode", 503, "", "refused"), [Blame("decode", sick=False)]),  # full, or draining
         (failed("prefill", 502, "", "cancelled"), []),  # because decode gave it up, which says why itself

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 from quiesce.core.holding import Holdings
 from quiesce.core.lending import (
+    REFUSED,
     End,
     Event,
     NotRevoked,
@@ -165,7 +166,7 @@ class Lender(Holdings):
         if message.reason == "ended":
             # The bound epoch stored a tombstone before it said so: it posted nothing and never will.
             self._prove(transfer, message.leg, ProofKind.NEVER_STARTED)
-        return self._hold(transfer, f"prefill refused the transfer: {message.reason}")
+        return self._hold(transfer, f"{REFUSED}{message.reason}")
 
     def _wrong_epoch(self, message: Refused) -> list[Action]:
         """A successor of the bound epoch speaks. It knows nothing of its predecessor's posts: hold, prove nothing."""

@@ -9,6 +9,9 @@ from quiesce.core.machine import Fired, Heard
 from quiesce.core.messages import Done, Offer, TransferId
 from quiesce.core.proofs import Proof
 
+REFUSED = "prefill refused the transfer: "
+PEER_FULL = f"{REFUSED}full"  # it remembers as many transfers as it may: nothing failed, there is no room now
+
 
 class State(Enum):
     RESERVED = "reserved"

@@ -16,7 +16,7 @@ from quiesce.core.closed_set import Ids
 from quiesce.core.holding import Holdings
 from quiesce.core.ledger import Ledger
 from quiesce.core.lender import DESIGNATED_RANK
-from quiesce.core.lending import End, NotRevoked, PeerLost, Published, Revoked, State, Transfer
+from quiesce.core.lending import REFUSED, End, NotRevoked, PeerLost, Published, Revoked, State, Transfer
 from quiesce.core.machine import Action, Arm, CheckGrant, Committed, Fired, Heard, Post, Send, Timer, TryDrain
 from quiesce.core.messages import (
     Abort,
@@ -144,7 +144,7 @@ class PullReader(Holdings, Posting[Reading]):
     def _refused(self, transfer: Asked, message: Refused) -> list[Action]:
         if message.leg.p_rank in transfer.published:
             return []  # the late answer to a REQUEST that was repeated
-        return self._hold(transfer, f"prefill refused the transfer: {message.reason}")
+        return self._hold(transfer, f"{REFUSED}{message.reason}")
 
     def _offered(self, transfer: Asked, message: Offer) -> list[Action]:
         leg, grant = message.leg, message.grant

@@ -13,6 +13,7 @@ import zmq
 from quiesce.core.admission import pages_for
 from quiesce.core.lender import End, Lender, PeerLost, Publish, Verified
 from quiesce.core.lender import Event as LenderEvent
+from quiesce.core.lending import PEER_FULL
 from quiesce.core.machine import Action, Arm, Closed, Committed, Fired, Heard, Lost, Revoke, Send, Verify
 from quiesce.core.messages import Await, HandOff, Ping, Pong, Reached, Sample, TransferId
 from quiesce.core.pull_reader import Event as ReaderEvent
@@ -257,7 +258,8 @@ class DecodeWorker(AnsweringWorker):
             self.transfers_failed += not leg.start.probe
             # Both legs have the request's deadline, and prefill's clock may be the first to say so.
             due = time.monotonic() > leg.arrived + leg.start.deadline_ms / 1000 - DEADLINE_SKEW
-            self.say_end(leg, "failed", 504 if due else 502, f"the hand-off failed: {reason}", "" if due else "peer")
+            status = 504 if due else 503 if reason == PEER_FULL else 502
+            self.say_end(leg, "failed", status, f"the hand-off failed: {reason}", "" if due else "peer")
 
     def fire(self, payload: object) -> None:
         assert isinstance(payload, Fired)

@@ -299,7 +299,7 @@ class RequestMachine:
             return []  # a leg that was cancelled ended because of the other one
         other: Side = "prefill" if side == "decode" else "decode"
         if ended.fault == "peer":  # a decode leg may end because of its prefill worker
-            return [Blame(other)] if other in self.legs else []
+            return [Blame(other, sick=ended.status != 503)] if other in self.legs else []  # full is not sick
         return [Blame(side, sick=ended.fault == "self" or ended.status == 500)]
 
     def _whole(self, verdict: Verdict) -> list[Action]:
