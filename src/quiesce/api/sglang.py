@@ -124,7 +124,7 @@ def parse_generate(raw: bytes) -> Wanted:
     body = decode(_generate, raw)
     if (body.text is None) == (body.input_ids is None):
         raise invalid("text", "either text or input_ids must be given, and not both")
-    if (body.logprob_start_len or -1) >= 0:
+    if body.return_logprob and body.logprob_start_len is not None and body.logprob_start_len >= 0:
         raise invalid("logprob_start_len", "must be -1: log-probabilities of the prompt are not told here")
     given = body.sampling_params or SamplingParams()
     refuse_unserved(given, NOTHING | {"structural_tag": (), "custom_params": ()}, "sampling_params.")

@@ -164,6 +164,9 @@ class PrefillPeers:
             if message.epoch != peer.address.epoch:
                 peer.refusal = f"another process ({message.epoch:016x}) answers at its address"
                 return True
+            if (differs := self._fingerprint.difference(message.fingerprint)) is not None:
+                peer.refusal = differs
+                return True
             anew = not peer.taken
             confirm = peer.handshake.on_welcome(message)
             if confirm is not None:
