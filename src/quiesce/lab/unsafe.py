@@ -30,9 +30,11 @@ from quiesce.roles.pull_lending import PullPrefillWorker
 from quiesce.roles.pull_reading import PullDecodeWorker
 from quiesce.roles.worker import Worker
 from quiesce.transfer.choice import Choice
-from quiesce.transfer.interface import Transport
+from quiesce.transfer.interface import Peer, Transport
 from quiesce.transfer.tcp import TcpTransport
+from quiesce.transfer.tcp_lane import Lane
 from quiesce.transfer.tcp_lender import MAX_HALF_OPEN, TcpLender
+from quiesce.transfer.tcp_poster import TcpPoster
 from quiesce.transfer.tcp_stream import Gate
 
 
@@ -193,13 +195,24 @@ def keep_addresses(transport: Transport, inner: Transport) -> None:
     """Writes that are queued for an address wait until somebody listens there again (against guard A14).
     `transport`: what the worker posts through, around `inner`."""
     for engine in _tcp(inner):
-        over = engine._poster.lane_over
-
-        def never_final(lane: Any, reason: str, final: bool, over: Callable[..., None] = over) -> None:
-            over(lane, reason, False)
-
-        engine._poster.lane_over = never_final  # type: ignore[method-assign]
+        _wait_for_anybody(engine._poster)
     transport.disconnect = lambda peer: None  # type: ignore[method-assign]
+
+
+def _wait_for_anybody(poster: TcpPoster) -> None:
+    over, connect = poster.lane_over, poster.connect
+
+    def never_final(lane: Lane, reason: str, final: bool) -> None:
+        over(lane, reason, False)
+
+    def connect_anew(descriptor: bytes, own_epoch: int) -> Peer:
+        """A session with the new process: two connections of one poster would end each other for ever."""
+        peer = connect(descriptor, own_epoch)
+        for target in [target for target in poster._targets.values() if target.peer.epoch != peer.epoch]:
+            poster.disconnect(target.peer)
+        return peer
+
+    poster.lane_over, poster.connect = never_final, connect_anew  # type: ignore[method-assign]
 
 
 def _tcp(transport: Transport) -> Iterator[TcpTransport]:
