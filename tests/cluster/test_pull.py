@@ -38,14 +38,15 @@ class Pulling(Cluster):
         self.engine = engine
         sizes = {"page_size": PAGE, "chunked_prefill_size": CHUNK, "max_running": 8, "context_length": CONTEXT}
         super().__init__(model, run_dir, direction="pull", transfer=engine, hold_timeout=HOLD, **sizes)
-        self.gate = run_dir / "gate"
+        self.gate, self.pause = run_dir / "gate", run_dir / "pause"
         self.begin(P)
         self.begin(D)
         self.begin(OTHER)
 
     def begin(self, name: str) -> None:
         """The gated reader waits longer than its source before it fences its own reads."""
-        faults, hold = (Faults(gate=str(self.gate)), 30.0) if name == D else (None, HOLD)
+        faults = {D: Faults(gate=str(self.gate)), P: Faults(pause=str(self.pause))}.get(name)
+        hold = 30.0 if name == D else HOLD
         tokens = CONTEXT if name == P else 512
         self.spawn(name.partition("-")[0], name, faults, max_total_tokens=tokens, hold_timeout=hold)
 
@@ -120,10 +121,12 @@ def test_answers_over_pull_equal_the_single_process_engine(pulling: Pulling, ora
     assert checks(pulling)["in_force"] == sum(request.workers[1] == D for request in requests)
 
 
-@pytest.mark.long  # a race of its own: the second sample must come before a tiny prompt is computed
 def test_samples_of_one_prompt_are_lent_one_by_one(pulling: Pulling, oracle: Oracle) -> None:
     before = pulling.inspect(P)["prompt_tokens_computed"]
+    pulling.pause.touch()  # a tiny prompt is computed before the next request is there
     requests = [pulling.ask(prompt(50, 40), group="a group") for _ in range(2)]
+    pulling.until(lambda: pulling.inspect(P)["siblings"] == 1, 5, "one to wait for the other")
+    pulling.pause.unlink()
     pulling.over(*requests)
     [expected] = oracle([prompt(50, 40)])
     assert [request.tokens for request in requests] == [expected] * 2

@@ -36,6 +36,7 @@ from quiesce.roles.prefill import PrefillWorker
 from quiesce.roles.pull_lending import PullPrefillWorker
 from quiesce.roles.pull_reading import PullDecodeWorker
 from quiesce.roles.settings import WorkerSettings
+from quiesce.roles.worker import Worker
 from quiesce.transfer.interface import Transport
 
 PR_SET_PDEATHSIG = 1
@@ -135,6 +136,8 @@ def main(path: str) -> int:
     without_guard(worker, spec.faults)
     if spec.faults.journal and (settings.role == "decode") == (settings.direction == "push"):
         follow(worker.ledger, Journal(Path(spec.faults.journal)))
+    if spec.faults.pause:
+        pause_while(worker, Path(spec.faults.pause).exists)
     if isinstance(worker, PrefillWorker):
         return worker.run()
     if spec.faults.release == "at once":
@@ -143,12 +146,10 @@ def main(path: str) -> int:
     retract_every(worker, spec.faults.retract_every)
     if spec.faults.time_ledger:
         time_ledger(worker)
-    if spec.faults.pause:
-        pause_while(worker, Path(spec.faults.pause).exists)
     return worker.run()
 
 
-def pause_while(worker: DecodeWorker, asked: Callable[[], bool]) -> None:
+def pause_while(worker: Worker, asked: Callable[[], bool]) -> None:
     """No step begins while it is asked for; one that is under way ends, and everything else goes on."""
     launch = worker.steps.launch
 
