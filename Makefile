@@ -62,7 +62,7 @@ serve: $(RUNTIME) ## serve the default model: a router, one prefill and one deco
 
 test: $(TESTING) lint ## check and test everything, real model and real processes included
 	@$(BIN)/quiesce model pull
-	@$(BIN)/python -m pytest $(PARALLEL) -m 'not long' $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(PARALLEL) -m 'not long' --durations=25 $(PYTEST_ARGS)
 
 test-long: $(TESTING) ## what takes minutes: every race on every engine, the soak, the largest worlds
 	@$(BIN)/quiesce model pull

@@ -108,8 +108,7 @@ def router_settings(
     process: ProcessOptions,
 ) -> RouterSettings:
     """Keys that hold certificates give them to HTTP, unless others are named. Raises SettingsError."""
-    named = (http.tls_cert, http.tls_key, http.tls_client_ca)
-    tls = None if any(named) else Certificates.of(wiring.keys)
+    cert, key, client_ca = Certificates.files((http.tls_cert, http.tls_key, http.tls_client_ca), wiring.keys)
     return RouterSettings(
         model=model,
         served_model_name=served_model_name,
@@ -122,9 +121,9 @@ def router_settings(
         request_timeout=http.request_timeout,
         tool_call_parser=http.tool_call_parser,
         api_keys=http.api_keys,
-        tls_cert=http.tls_cert if tls is None else tls.cert,
-        tls_key=http.tls_key if tls is None else tls.key,
-        tls_client_ca=http.tls_client_ca if tls is None else tls.ca,
+        tls_cert=cert,
+        tls_key=key,
+        tls_client_ca=client_ca,
         allow_open_http=http.allow_open_http,
         worker_ports=_worker_ports(http.http_port),
         worker_hosts=tuple(filter(None, (http.http_hosts or "").split(","))),

@@ -49,8 +49,8 @@ def worker_settings(
     process: ProcessOptions,
 ) -> WorkerSettings:
     """Keys that hold certificates give them to tcp, unless others are named. Raises SettingsError."""
-    named = (hand_off.transfer_tls_cert, hand_off.transfer_tls_key, hand_off.transfer_tls_ca)
-    tls = None if any(named) or role == "colocated" else Certificates.of(wiring.keys)
+    tls = (hand_off.transfer_tls_cert, hand_off.transfer_tls_key, hand_off.transfer_tls_ca)
+    cert, key, ca = tls if role == "colocated" else Certificates.files(tls, wiring.keys)
     return WorkerSettings(
         role=role,
         name=wiring.name,
@@ -81,9 +81,9 @@ def worker_settings(
         direction=hand_off.direction,
         allow_unproven=hand_off.allow_unproven,
         transfer_bind=hand_off.transfer_bind,
-        transfer_tls_cert=hand_off.transfer_tls_cert if tls is None else tls.cert,
-        transfer_tls_key=hand_off.transfer_tls_key if tls is None else tls.key,
-        transfer_tls_ca=hand_off.transfer_tls_ca if tls is None else tls.ca,
+        transfer_tls_cert=cert,
+        transfer_tls_key=key,
+        transfer_tls_ca=ca,
         allow_open_transfer=hand_off.allow_open_transfer,
         max_transfer_pages=hand_off.max_transfer_pages,
         hold_timeout=hand_off.hold_timeout,

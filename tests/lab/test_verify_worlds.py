@@ -7,9 +7,10 @@ import io
 import pytest
 from rich.console import Console
 
+from quiesce.lab.deep_worlds import DEEP
 from quiesce.lab.mutants import MUTANTS
 from quiesce.lab.verify import UnknownWorld, choose, run, verify
-from quiesce.lab.worlds import DEEP, WORLDS, World
+from quiesce.lab.worlds import WORLDS, World
 
 # World -> states it must have at the least: a search that sees fewer has lost events.
 SLICE = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 from quiesce.core.ledger import Ledger
 from quiesce.core.lender import Lender
 from quiesce.core.machine import Action, Closed, Lost
-from quiesce.core.messages import TransferId
+from quiesce.core.messages import Sampling, TransferId
 from quiesce.core.pages import PagePool
 from quiesce.roles.decode import DecodeWorker
 from quiesce.roles.prefill import PrefillWorker
+from quiesce.roles.sequence import Sequence
 
 D, P = 0xD, 0xB
 
@@ -46,7 +48,8 @@ def test_h2_a_copy_that_fails_keeps_no_lease() -> None:
     pages, tid = ledger(), TransferId(D, 1)
     taken = pages.own(tid, 2)
     fake: Any = SimpleNamespace(ledger=pages, engine=SimpleNamespace(kv=SimpleNamespace(copy=fails)))
-    sibling: Any = SimpleNamespace(tid=tid, pages=taken)
+    assert taken is not None
+    sibling = Sequence(tid, "A", 2, [1, 2], Sampling(1), frozenset(), pages=array("i", taken))
     with pytest.raises(RuntimeError, match="no memory"):
         PrefillWorker._copy_prompt(fake, sibling, sibling)
     assert pages.end(tid) and pages.census().free == 8

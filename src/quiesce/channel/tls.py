@@ -11,6 +11,8 @@ from quiesce.channel.private import check_private
 
 HOST, HOST_KEY, AUTHORITY = "host.pem", "host.key", "ca.pem"  # in the folder `tls` of a host's keys
 
+Files = tuple[Path | None, Path | None, Path | None]  # certificate, key, authority
+
 
 @dataclass(frozen=True)
 class Certificates:
@@ -21,12 +23,23 @@ class Certificates:
     ca: Path | None
 
     @classmethod
+    def named(cls, cert: Path | None, key: Path | None, ca: Path | None) -> Certificates | None:
+        """None: no certificate was named."""
+        return None if cert is None or key is None else cls(cert, key, ca)
+
+    @classmethod
     def of(cls, keys: Path) -> Certificates | None:
         """Those that `quiesce keys` put into a host's folder of keys, where it did."""
         folder = keys / "tls"
         if not folder.is_dir():
             return None
         return cls(folder / HOST, folder / HOST_KEY, folder / AUTHORITY)
+
+    @classmethod
+    def files(cls, named: Files, keys: Path) -> Files:
+        """The files that were named or, where none was, those in a host's folder of keys."""
+        found = None if any(named) else cls.of(keys)
+        return named if found is None else (found.cert, found.key, found.ca)
 
     def server(self) -> ssl.SSLContext:
         """Raises ValueError naming the file that does not do."""

@@ -12,9 +12,10 @@ from rich.table import Table
 from quiesce.lab.checker.handshake import search_handshake
 from quiesce.lab.checker.liveness import search_live
 from quiesce.lab.checker.search import Result, search
+from quiesce.lab.deep_worlds import DEEP
 from quiesce.lab.mutants import MUTANTS, Mutant
 from quiesce.lab.story import tell
-from quiesce.lab.worlds import DEEP, WORLDS, World
+from quiesce.lab.worlds import WORLDS, World
 
 MUTANT_LIMIT = 400_000  # states; a mutant that survives so many is not caught
 

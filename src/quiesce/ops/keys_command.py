@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +29,14 @@ replaced.
 )
 
 
+@contextlib.contextmanager
+def _refusing(kind: type[ValueError]) -> Iterator[None]:
+    try:
+        yield
+    except kind as error:
+        raise SettingsError(f"{error}.") from error
+
+
 @app.command
 def init(
     folder: Annotated[Path, Parameter(help="Where the authority is to be: a folder that is new or empty.")],
@@ -37,10 +47,8 @@ def init(
     """Make an authority: whom it signs for, the hosts of this cluster trust."""
     from quiesce.ops import authority  # noqa: PLC0415
 
-    try:
+    with _refusing(authority.KeysError):
         made = authority.init(folder, days)
-    except authority.KeysError as error:
-        raise SettingsError(f"{error}.") from error
     print(f"Made an authority in {folder}, in force until {made.not_valid_after_utc:%Y-%m-%d}.")
     print(f"Next, for each host: quiesce keys host {folder} NAME --address ADDRESS --process PROCESS")
     return 0
@@ -70,10 +78,8 @@ def host(
     """Make one host's keys: a folder to copy there, for `--keys` of what runs there."""
     from quiesce.ops import authority  # noqa: PLC0415
 
-    try:
+    with _refusing(authority.KeysError):
         made = authority.add_host(folder, name, address, process, out=out, days=days, renew=renew)
-    except authority.KeysError as error:
-        raise SettingsError(f"{error}.") from error
     print(f"Made {made}: copy it to {name}, and give `--keys` its path there.")
     print(f"The hosts made before it need the ring that it is on: those in {folder / 'hosts'} have it, others are to")
     print(f"get {folder / 'ring'}. A ring is read at every handshake, so that nothing has to be restarted.")
@@ -92,10 +98,8 @@ def show(
     from quiesce.channel import KeyRing  # noqa: PLC0415
     from quiesce.ops import authority  # noqa: PLC0415
 
-    try:
+    with _refusing(authority.KeysError):
         found = authority.certificates(folder)
-    except authority.KeysError as error:
-        raise SettingsError(f"{error}.") from error
     names = KeyRing(folder / "ring").names().values() if (folder / "ring").is_dir() else []
     if not found and not names:
         raise SettingsError(f"{folder} has no keys of `quiesce keys`.")

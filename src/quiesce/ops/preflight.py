@@ -67,9 +67,7 @@ def check_keys(file: Path | None) -> None:
 
 def certificates(http: HttpOptions) -> Certificates | None:
     """Those of HTTPS; None: it is plain HTTP."""
-    if http.tls_cert is None or http.tls_key is None:
-        return None
-    return Certificates(http.tls_cert, http.tls_key, http.tls_client_ca)
+    return Certificates.named(http.tls_cert, http.tls_key, http.tls_client_ca)
 
 
 def check_tls(http: HttpOptions) -> None:

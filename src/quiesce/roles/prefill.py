@@ -31,7 +31,6 @@ from quiesce.core.borrower import Event as BorrowerEvent
 from quiesce.core.lending import Transfer
 from quiesce.core.machine import Action, Arm, Fired, Heard, Opened, Post, Send, Stopped, TryDrain
 from quiesce.core.messages import Await, Busy, FirstToken, HandOff, Leg, Offer, Ping, Reached, Sample, TransferId
-from quiesce.core.proofs import LeaseKey, Proof, ProofKind
 from quiesce.engine.engine import Engine, Result
 from quiesce.roles.decode_peers import DecodePeers
 from quiesce.roles.late import Turns
@@ -237,12 +236,11 @@ class PrefillWorker(Worker):
 
     def _copy_prompt(self, eldest: Sequence, sibling: Sequence) -> None:
         """Writes the sibling's pages, under a lease like any step of ours: an ended holding refuses it."""
-        key = LeaseKey.compute(sibling.tid)
-        self.ledger.lend(key)
+        self.ledger.lend(sibling.lease)
         try:
             self.engine.kv.copy(eldest.pages[: len(sibling.pages)], sibling.pages)
         finally:  # it copies on this thread: whatever it raises, nothing of it goes on
-            self.ledger.close(key, Proof.spoken(ProofKind.COMPLETED, key))
+            self.ledger.close(sibling.lease, sibling.completed)
 
     def computed(self, sequence: Sequence, result: Result) -> None:
         job = self.by_tid[sequence.tid]

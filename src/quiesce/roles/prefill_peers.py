@@ -14,13 +14,13 @@ from quiesce.channel import KeyPair, Link, LinkEvent
 from quiesce.core.fingerprint import Fingerprint
 from quiesce.core.messages import Address, Unwelcome, Welcome, Wire
 from quiesce.core.session import Handshake
-from quiesce.roles.silence import ATTACH_LEAST
+from quiesce.roles.silence import ATTACH_LEAST, PAUSE
 
 log = logging.getLogger("quiesce.sessions")
 
 HELLO_FIRST, HELLO_MOST = 0.1, 2.0  # seconds between repeats of HELLO
 UNREACHABLE = 3.0  # seconds in which a new peer must be reached; one that is there and silent has the hold timeout
-PAUSE, INBOX_ROUNDS = 1.0, 32  # away for so long: more than the channel's queues hold is heard, before any timer
+INBOX_ROUNDS = 32  # after a pause: more than the channel's queues hold is heard, before any timer
 MAX_PEERS = 256  # links, those that lead nowhere included
 
 

@@ -199,9 +199,7 @@ class RouterSettings:
 
     @property
     def tls(self) -> Certificates | None:
-        if self.tls_cert is None or self.tls_key is None:
-            return None
-        return Certificates(self.tls_cert, self.tls_key, self.tls_client_ca)
+        return Certificates.named(self.tls_cert, self.tls_key, self.tls_client_ca)
 
     def _refuse_open_http(self) -> None:
         at = f"--host {self.host or '(all addresses)'} lets other machines reach this server"

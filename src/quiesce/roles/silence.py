@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 FORGOTTEN = 600.0  # seconds; whoever was away for longer has to start anew
+PAUSE = 1.0  # seconds after which this process itself was away, and not those that it did not hear of
 ATTACH_LEAST = 5.0  # seconds that a peer's transport gets to start, whatever the hold timeout
 
 

@@ -49,6 +49,7 @@ from quiesce.roles.registration import HEARTBEAT, Registration, control_socket, 
 from quiesce.roles.report import record, worker_samples
 from quiesce.roles.sequence import Batch, Sequence
 from quiesce.roles.settings import WorkerSettings
+from quiesce.roles.silence import PAUSE
 from quiesce.roles.state import identity, state_of
 from quiesce.roles.steps import Listeners, Steps
 from quiesce.roles.timers import AT_ONCE, Delays, Timers
@@ -60,7 +61,7 @@ LONGEST_WAIT = 0.25  # seconds a turn may sleep
 INBOX = 0.03  # seconds of a turn for messages while there are ever more of them
 PART = 0.03  # seconds after which the engine is looked after between two parts of a turn
 SWITCH = 0.001  # seconds until the engine's thread gets the interpreter from a busy loop
-PAUSE, INBOX_AFTER_PAUSE = 1.0, 2.0  # away for so long: what waited is heard first, before any timer
+INBOX_AFTER_PAUSE = 2.0  # seconds for what waited: it is heard before any timer
 LONGEST_REASON = 2000  # characters
 LAST_WORDS_MS = 1000  # what was sent before the end still goes out
 EXIT_RETAINED = 75  # too much is kept that only a new process gives back: a restart is the fence
@@ -211,7 +212,7 @@ class Worker(ABC):
             self.legs.send()
 
     def _fire(self) -> None:
-        for payload in self.timers.due(AT_ONCE):
+        for payload in self.timers.due():
             self._guarded(payload) if callable(payload) else self._guarded(self.fire, payload)
 
     def carry_out(self, actions: Iterable[Action]) -> None:

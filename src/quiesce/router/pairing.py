@@ -114,7 +114,7 @@ def agreed_limit(workers: Iterable[Worker]) -> int | None:
     limit = context_limit(found)
     if limit is None:
         return None
-    return min(limit, *(worker.latest.agreed for worker in found if worker.latest.agreed), limit)
+    return min([limit, *(worker.latest.agreed for worker in found if worker.latest.agreed)])
 
 
 def missing(workers: Iterable[Worker]) -> list[str]:
