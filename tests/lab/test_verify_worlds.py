@@ -44,7 +44,8 @@ SLICE = {
     "left pull": 20_000,
 }
 
-LONG = ("three",)  # minutes: in `make test-long`, and in `quiesce verify`
+# The slowest: in `make test-long`, and in `quiesce verify`.
+LONG = ("three", "pull both", "pull ranks crash", "led two", "left pull crash", "pull pings")
 
 
 def by_name(name: str) -> World:
