@@ -26,6 +26,9 @@ from quiesce.roles.settings import (
 
 SUPERVISED = "QUIESCE_SUPERVISED"  # set for the children of `serve`: it has read environment and file for them
 
+# A pool's memory is all taken when a worker starts: by default that of a context, within these.
+LEAST_POOL, LARGEST_DEFAULT_POOL = 20_480, 65_536  # tokens
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 CLUSTER = Group("Cluster", sort_key=1)
@@ -140,7 +143,14 @@ class SizeOptions:
         ),
     ] = None
     page_size: Annotated[int, Parameter(group=SIZES, help="Tokens of one KV page. The same on all workers.")] = 16
-    max_total_tokens: Annotated[int, Parameter(group=SIZES, help="Tokens in each worker's KV pool.")] = 65536
+    max_total_tokens: Annotated[
+        int | None,
+        Parameter(
+            group=SIZES,
+            help="Tokens in each worker's KV pool, whose memory is taken at the start. By default those of the "
+            f"context, at least {LEAST_POOL:,} and at most {LARGEST_DEFAULT_POOL:,}.",
+        ),
+    ] = None
     chunked_prefill_size: Annotated[
         int, Parameter(group=SIZES, help="Prompt tokens computed in one step; their pages leave while the next runs.")
     ] = 512
@@ -157,6 +167,14 @@ class SizeOptions:
             "pages back and is computed again later.",
         ),
     ] = 1.0
+
+    def pool_tokens(self, own_context: int | None) -> int:
+        """own_context: the model's, where it says one. A context above the largest default needs a pool by name."""
+        if self.max_total_tokens is not None:
+            return self.max_total_tokens
+        context = self.context_length or own_context or 0
+        whole_pages = -(-context // max(self.page_size, 1)) * self.page_size
+        return min(max(whole_pages, LEAST_POOL), LARGEST_DEFAULT_POOL)
 
 
 @Parameter(name="*")

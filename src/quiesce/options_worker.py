@@ -9,6 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from quiesce.channel.tls import Certificates
+from quiesce.engine.context import own_context
 from quiesce.options import WIRING, EngineOptions, HandOffOptions, ProcessOptions, SizeOptions
 from quiesce.roles.settings import Role, SettingsError, WorkerSettings, new_epoch
 
@@ -72,7 +73,7 @@ def worker_settings(
         cuda_graphs=engine.cuda_graphs,
         context_length=sizes.context_length,
         page_size=sizes.page_size,
-        max_total_tokens=sizes.max_total_tokens,
+        max_total_tokens=sizes.pool_tokens(own_context(model)),
         chunked_prefill_size=sizes.chunked_prefill_size,
         max_running=sizes.max_running_requests,
         max_queued=sizes.max_queued_requests,

@@ -256,7 +256,7 @@ def test_every_option_is_passed_on_whatever_its_value() -> None:
             tls_key=Path("k"),
             tls_client_ca=Path("a"),
         ),
-        SizeOptions(7),
+        SizeOptions(7, max_total_tokens=512),
         EngineOptions(),
         HandOffOptions(transfer_tls_cert=Path("c"), transfer_tls_key=Path("k"), transfer_tls_ca=Path("a")),
         SilenceOptions(),

@@ -194,6 +194,22 @@ def test_d3_the_doctor_names_a_pool_that_is_smaller_than_the_context(model: Path
     said(pool(256, 600), "ok")
 
 
+@pytest.mark.parametrize(
+    ("own", "asked", "tokens"),
+    [
+        (8192, SizeOptions(), 20_480),
+        (32_768, SizeOptions(), 32_768),
+        (30_000, SizeOptions(page_size=64), 30_016),
+        (131_072, SizeOptions(), 65_536),  # less than the context, so it is refused, by name
+        (131_072, SizeOptions(context_length=40_000), 40_000),
+        (131_072, SizeOptions(max_total_tokens=131_072), 131_072),
+        (None, SizeOptions(), 20_480),
+    ],
+)
+def test_the_pool_is_as_large_as_the_context_by_default(own: int | None, asked: SizeOptions, tokens: int):
+    assert asked.pool_tokens(own) == tokens
+
+
 def test_memory_of_all_pools_and_weights(model: Path):
     config = doctor_model.read_config(model)
     asked, engine = SizeOptions(), EngineOptions()

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+
+def own_context(folder: Path) -> int | None:
+    """Tokens, of the model in this folder; None when it has no config.json that says so."""
+    try:
+        raw = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return context_of(raw) if isinstance(raw, dict) else None
 
 
 def context_of(raw: Mapping[str, Any]) -> int | None:

@@ -152,4 +152,6 @@ def pool_bytes(asked: Asked, folder: Path | None) -> int:
     except EngineError:
         config = None
     page = max(asked.sizes.page_size, 1)
-    return 0 if config is None else asked.sizes.max_total_tokens // page * config.page_bytes(asked.engine.dtype, page)
+    if config is None:
+        return 0
+    return asked.sizes.pool_tokens(config.context_length) // page * config.page_bytes(asked.engine.dtype, page)

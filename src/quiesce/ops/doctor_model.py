@@ -100,7 +100,7 @@ def pool(config: ModelConfig, asked: SizeOptions) -> Finding:
     context = asked.context_length or own
     if context > own:
         return fail("pool", f"--context-length {context}, the model's own limit is {own}", f"Lower it to {own}.")
-    tokens = asked.max_total_tokens // page * page
+    tokens = asked.pool_tokens(own) // page * page
     if refuse_pool(context, tokens, "KV") is not None:
         need = pages_for(context, page) * page
         return fail(
@@ -119,7 +119,7 @@ def memory(
     config: ModelConfig, folder: Path, asked: SizeOptions, engine: EngineOptions, workers: int, free: int, most: int
 ) -> Finding:
     """Pools and weights of all workers of this machine; `free` and `most` in bytes, of machine or cgroup."""
-    pages = asked.max_total_tokens // max(asked.page_size, 1)
+    pages = asked.pool_tokens(config.context_length) // max(asked.page_size, 1)
     pools = workers * pages * config.page_bytes(engine.dtype, max(asked.page_size, 1))
     weights = workers * sum(path.stat().st_size for path in weight_files(folder))
     found = f"{workers} workers: pools {_gib(pools)}, weights {_gib(weights)}; {_gib(free)} free of {_gib(most)}"

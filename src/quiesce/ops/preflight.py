@@ -49,7 +49,7 @@ def check_model(
     if sizes.context_length is not None and own is not None and sizes.context_length > own:
         raise SettingsError(f"--context-length is {sizes.context_length} but the model's own limit is {own} tokens.")
     context = sizes.context_length or own
-    pool = sizes.max_total_tokens // sizes.page_size * sizes.page_size
+    pool = sizes.pool_tokens(own) // sizes.page_size * sizes.page_size
     if context is not None and (refusal := refuse_pool(context, pool, "KV")) is not None:
         raise SettingsError(refusal[0].upper() + refusal[1:])
     if engine.device == "cpu" or not colocated:  # a device pool's pages lie once more in host memory, to be moved
