@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from e2e.conftest import QUICK, SIZES, short_folder, warmed
@@ -19,7 +18,7 @@ from e2e.product import Product, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(170)]
 
-TOKENS = 160
+TOKENS = 480  # seconds of streaming: none may be over before the last has begun, on a busy machine too
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "string"}}, "required": ["a", "b"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "two", "schema": SCHEMA}}
 KINDS: dict[str, dict[str, Any]] = {
@@ -55,7 +54,7 @@ class Client:
         self.ended = ""
 
     def run(self) -> Client:
-        with httpx.stream("POST", f"{self._serve.url}/v1/completions", json=self._asked, timeout=100) as answer:
+        with self._serve.http.stream("POST", "/v1/completions", json=self._asked, timeout=100) as answer:
             assert answer.status_code == 200, answer.read()
             for line in answer.iter_lines():
                 if line.startswith("data: "):
@@ -84,13 +83,12 @@ class Client:
 
 
 def kill_under(two: Product, victim: str, clients: list[Client]) -> None:
-    """Runs them all; the victim dies once each has text and both decode workers have some of them."""
+    """Runs them all; the victim dies as soon as each has text."""
+    pid = two.pid(victim)
     with ThreadPoolExecutor(len(clients)) as pool:
         pairs = [(client, pool.submit(client.run)) for client in clients]
         until(lambda: all(client.begun.is_set() or future.done() for client, future in pairs), 60, "text everywhere")
-        legs = {name: value for name, value in two.metrics().items() if 'legs{worker="decode' in name}
-        assert min(legs.values()) > 0, f"both decode workers have some: {legs}"
-        os.kill(two.pid(victim), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         for _, future in pairs:
             future.result()
     until(lambda: len(two.epochs()) == 3 and two.healthy(), 60, "the dead one to be back")
@@ -117,5 +115,6 @@ def test_a_sampled_answer_without_a_seed_is_told_that_its_worker_died(two: Produ
     before = two.metrics()["quiesce:router_failovers_total"]
     kill_under(two, "decode-1", clients)
     told = [client for client in clients if '"error"' in client.ended]
-    assert told and len(told) < 4 and all("decode-1" in client.ended for client in told)
+    assert told and len(told) < 4, "both decode workers had some"
+    assert all("decode-1" in client.ended for client in told)
     assert two.metrics()["quiesce:router_failovers_total"] == before

@@ -100,6 +100,34 @@ async def test_unusual_requests_are_served(c: Cluster, case: str) -> None:
     await c.idle()
 
 
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+async def test_chunks_come_to_those_who_know_them_alone(c: Cluster, version: str) -> None:
+    answer = await talk(c, request(STREAM, version=version))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert (b"transfer-encoding: chunked" in head.lower()) == (version == "1.1")
+    assert b"connection: close" in head.lower(), "an answer without a length ends with its connection"
+    if version == "1.0":
+        assert body.startswith(b"data: {") and body.endswith(b"data: [DONE]\n\n"), body
+        page = await talk(c, request(b"", path="/health", method="GET", version="1.0"))
+        assert b"content-length: " in page.lower() and json.loads(page.partition(b"\r\n\r\n")[2])["missing"] == []
+    else:
+        assert body.endswith(b"\r\n0\r\n\r\n"), body
+    await c.idle()
+
+
+async def test_a_client_that_says_no_more_has_left_and_nothing_runs_on_for_it(c: Cluster) -> None:
+    """The end of its sending side is the only sign of a client that leaves before its first token."""
+    c.prefill.hold = c.decode.hold = True
+    reader, writer = await asyncio.open_connection("127.0.0.1", c.router.port)
+    writer.write(request())
+    await until(lambda: c.decode.starts and c.prefill.starts)
+    writer.write_eof()
+    assert await gone(reader)
+    writer.close()
+    await until(lambda: c.decode.cancels and c.prefill.cancels)
+    await c.idle()
+
+
 async def test_pipelined_requests_are_answered_in_order(c: Cluster) -> None:
     pieces = request(STREAM, close=False) + request(close=False) + request(b"{", close=False) + request()
     answer = await talk(c, pieces)

@@ -7,11 +7,13 @@ beyond that the oldest of them makes room. Connections with a request or between
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections import Counter
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 HEAD_SECONDS = 10.0
 HEAD_BYTES = 64 << 10
@@ -89,6 +91,24 @@ class Gate:
         connection.abort()
 
 
+def without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
+    """HTTP/1.0 knows no chunks: an answer of unknown length ends with its connection."""
+    send = cycle.send
+    unbounded = False
+
+    async def plain(message: Any) -> None:
+        nonlocal unbounded
+        if message["type"] == "http.response.start":
+            unbounded = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            if unbounded:
+                cycle.chunked_encoding, cycle.expected_content_length = False, math.inf  # type: ignore[assignment]
+        elif unbounded and not message.get("more_body", False):
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return plain
+
+
 class BoundedHttp(HttpToolsProtocol):
     gate: Gate
     _counted = False
@@ -124,6 +144,8 @@ class BoundedHttp(HttpToolsProtocol):
         self.gate.head_came(self)
         self._head = 0
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = without_chunks(self.cycle)  # type: ignore[method-assign,assignment]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.gate.head_came(self)
