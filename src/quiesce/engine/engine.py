@@ -183,11 +183,13 @@ class Engine:
             return batch.samplers, self._lines(batch, hidden)
 
     def warm_up(self, tokens: int = 512) -> None:
-        """Run a prompt of up to `tokens` and a few single tokens, so that the first request does not pay for it.
+        """Run a prompt of up to `tokens` (a page with the native step) and a few single tokens, so that the first request does not pay for it.
 
         It writes the pool's first pages and zeroes them: call it before any page is in use.
         """
         size = self.kv.page_size
+        if self.native:  # it has no kernels to choose or to compile for a size: a page's worth touches all of it
+            tokens = size
         tokens = min(tokens, self.context_length - 1, self.kv.pages * size - 1)
         if tokens < 1:
             return
