@@ -14,6 +14,7 @@ import numpy as np
 from quiesce.transfer.interface import Capabilities
 from quiesce.transfer.window import Window
 
+TRIAL_BYTES = 16
 Direction = Literal["write", "read"]
 Drain = Literal["none", "per_post", "flush"]
 
@@ -74,6 +75,21 @@ def claims(
     )
 
 
+@dataclass(frozen=True)
+class Far:
+    """The lender's agent and its window: where page 0 is there, and its scratch bytes."""
+
+    agent: bytes
+    base: int
+    scratch: int
+    pages: int
+    page_bytes: int
+
+    def addresses(self, pages: np.ndarray) -> np.ndarray:
+        """uint64 addresses of these pages."""
+        return pages.astype(np.uint64) * np.uint64(self.page_bytes) + np.uint64(self.base)
+
+
 class Lending(Protocol):
     """An agent at the lender, for one peer."""
 
@@ -87,8 +103,11 @@ class Lending(Protocol):
 class Posting(Protocol):
     """An agent at the poster, joined to one `Lending`. Any exception means that nothing is known of the batch."""
 
-    def post(self, direction: Direction, own: np.ndarray, theirs: np.ndarray, size: int) -> object:
-        """Starts moving `size` bytes between each own and each far address (uint64 [n]). May block to the end."""
+    def post(self, direction: Direction, own: np.ndarray, theirs: np.ndarray) -> object:
+        """Starts moving each own page from or to its far one (numbers of pages, int64 [n]). May block to the end."""
+
+    def touch(self) -> object:
+        """A batch as well: starts writing the first TRIAL_BYTES of the own scratch to the far one."""
 
     def over(self, batch: object) -> bool:
         """Whether it is all in its place. A batch is asked about until this is true or raises, and not dropped."""
@@ -112,5 +131,5 @@ class Engine(Protocol):
 
     def lend(self, window: Window) -> Lending: ...
 
-    def join(self, window: Window, agent: bytes) -> Posting:
+    def join(self, window: Window, far: Far) -> Posting:
         """Raises ValueError for an agent's description that does not fit."""

@@ -11,9 +11,10 @@ import time
 from abc import abstractmethod
 
 import msgspec
+import numpy as np
 
 from quiesce.transfer import attach as wire
-from quiesce.transfer.agent import Engine
+from quiesce.transfer.agent import Engine, Far
 from quiesce.transfer.agent_target import Target
 from quiesce.transfer.couriers import Courier, CourierOwner, Joined, Told
 from quiesce.transfer.interface import Arena, Peer, PeerLost
@@ -147,12 +148,14 @@ class Connections(CourierOwner):
                 target.challenge = b""
             case wire.Lent() as lent if target.courier is None and not target.challenge:
                 assert self._arena is not None
+                pages, page_bytes = target.lender.pages, target.lender.page_bytes
                 joined = Joined(
-                    lent.agent, lent.base, lent.scratch, self._arena.page_bytes, lent.trial, lent.generation
+                    Far(lent.agent, lent.base, lent.scratch, pages, page_bytes), lent.trial, lent.generation
                 )
                 courier = Courier(self._engine, self._arena, self._told, self, joined)
                 target.courier, target.generation = courier, lent.generation
                 target.couriers[courier] = set()
+                target.busy = np.zeros(max(pages, self._arena.count), bool)
                 self._by_courier[courier] = target
                 self._settled_over_there(target, lent.ended)
             case wire.Refused(reason=reason, final=final):

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 
 from quiesce.transfer import attach as wire
-from quiesce.transfer.agent import Engine
-from quiesce.transfer.couriers import TRIAL_BYTES, Keeper, Told
+from quiesce.transfer.agent import TRIAL_BYTES, Engine
+from quiesce.transfer.couriers import Keeper, Told
 from quiesce.transfer.incoming import incoming
 from quiesce.transfer.interface import Arena, FenceProof, PeerLost
 from quiesce.transfer.watch import Watch, has_exited

@@ -21,6 +21,10 @@ from quiesce.transfer.watch import Watch
 log = logging.getLogger("quiesce.transfer")
 
 
+def _together(pages: list[np.ndarray]) -> np.ndarray:
+    return pages[0] if len(pages) == 1 else np.concatenate(pages)
+
+
 class AgentPoster(Connections):
     def __init__(
         self, watch: Watch, told: Told, engine: Engine, max_transfer_pages: int, max_open_posts: int, max_peers: int
@@ -88,7 +92,12 @@ class AgentPoster(Connections):
         self._last_post += 1
         post = Post(self._last_post, peer)
         target = self._targets.get(peer.number)
-        refusal = self._refusal(direction, target, own, theirs, grant)
+        refusal: str | None
+        try:
+            ours, far = np.asarray(own, np.int64), np.asarray(theirs, np.int64)
+            refusal = self._refusal(direction, target, ours, far, grant)
+        except OverflowError:
+            refusal = "a page's number is beyond any pool"
         if refusal is not None or target is None:
             log.info("post %d to epoch %x refused, nothing was touched: %s", post.id, peer.epoch, refusal)
             self._end(post, Outcome.FAILED_CLEAN)
@@ -96,7 +105,6 @@ class AgentPoster(Connections):
         if not len(own):
             self._end(post, Outcome.PLACED)
             return post
-        ours, far = np.asarray(own, np.int64), np.asarray(theirs, np.int64)
         starts = range(0, len(ours), self._part_pages)
         opened = self._opens[post.id] = Open(post, len(starts))
         target.open_posts += 1
@@ -109,7 +117,7 @@ class AgentPoster(Connections):
         return post
 
     def _refusal(
-        self, direction: Direction, target: Target | None, own: Sequence[int], theirs: Sequence[int], grant: Grant
+        self, direction: Direction, target: Target | None, own: np.ndarray, theirs: np.ndarray, grant: Grant
     ) -> str | None:
         if target is None or target.over:
             return "the connection is closed or its lender is gone"
@@ -124,11 +132,11 @@ class AgentPoster(Connections):
         if len(own) != len(theirs):
             return f"{len(own)} own pages for {len(theirs)} of the peer"
         assert self._arena is not None
-        if len(own) and (min(own) < 0 or max(own) >= self._arena.count):
+        if len(own) and (own.min() < 0 or own.max() >= self._arena.count):
             return f"an own page is outside 0..{self._arena.count - 1}"
-        if len(theirs) and (min(theirs) < 0 or max(theirs) >= target.lender.pages):
+        if len(theirs) and (theirs.min() < 0 or theirs.max() >= target.lender.pages):
             return f"a page of the peer is outside 0..{target.lender.pages - 1}"
-        if not frozenset(grant.pages).issuperset(theirs):
+        if not frozenset(grant.pages).issuperset(theirs.tolist()):
             return "a page of the peer is not in the grant"
         return None
 
@@ -139,10 +147,10 @@ class AgentPoster(Connections):
             under_way = target.couriers[courier]
             if len(under_way) >= self._engine.limits.batches_in_flight:
                 return
-            parts = self._gather(target, under_way)
+            parts = self._gather(target)
             if not parts:
                 return
-            own, theirs = (np.concatenate([getattr(part, side) for part in parts]) for side in ("own", "theirs"))
+            own, theirs = (_together([getattr(part, side) for part in parts]) for side in ("own", "theirs"))
             batch = Batch(parts[0].direction, own, theirs)
             self._parts[batch] = parts
             under_way.add(batch)
@@ -152,24 +160,25 @@ class AgentPoster(Connections):
                     courier.oldest_read = min(courier.oldest_read, part.generation)
             courier.post(batch)
 
-    def _gather(self, target: Target, under_way: set[Batch]) -> list[Part]:
+    def _gather(self, target: Target) -> list[Part]:
         parts: list[Part] = []
-        busy = {page for batch in under_way for page in written(batch)}
         room = self._part_pages
         while target.queue:
             part = target.queue[0]
             pages = written(part)
             mixed = parts and part.direction != parts[0].direction
-            if mixed or len(part.own) > room or not busy.isdisjoint(pages):
+            if mixed or len(pages) > room or target.busy[pages].any():
                 break
             parts.append(target.queue.popleft())
-            busy |= pages
-            room -= len(part.own)
+            target.busy[pages] = True
+            room -= len(pages)
         return parts
 
     def _batch_over(self, courier: Courier, batch: Batch, outcome: Outcome) -> None:
         target = self._by_courier[courier]
         target.couriers[courier].discard(batch)
+        if courier is target.courier:
+            target.busy[written(batch)] = False
         for part in self._parts.pop(batch):
             self._part_over(target, part, outcome)
         if not target.couriers[courier] and courier.generation not in target.unproven:

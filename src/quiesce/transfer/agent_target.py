@@ -51,6 +51,7 @@ class Target:
     generation: int = 0  # of the newest attachment; 0: none yet
     courier: Courier | None = None
     attached: bool = False
+    busy: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # pages that batches at this courier write
     couriers: dict[Courier, set[Batch]] = field(default_factory=dict)  # with the batches that are at each
     # generations under which something was lost that was not shown to have landed; True: something that was written
     unproven: dict[int, bool] = field(default_factory=dict)
@@ -70,6 +71,6 @@ def remember(newest: dict[int, int], epoch: int, value: int) -> None:
         del newest[next(iter(newest))]
 
 
-def written(moved: Batch | Part) -> set[int]:
+def written(moved: Batch | Part) -> np.ndarray:
     """The pages that it writes, so that two writes of one page are never under way together."""
-    return set((moved.theirs if moved.direction == "write" else moved.own).tolist())
+    return moved.theirs if moved.direction == "write" else moved.own

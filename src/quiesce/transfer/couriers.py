@@ -21,15 +21,16 @@ from typing import Literal
 
 import numpy as np
 
-from quiesce.transfer.agent import Direction, Engine, Lending, Posting
+from quiesce.transfer.agent import TRIAL_BYTES, Direction, Engine, Far, Lending, Posting
 from quiesce.transfer.interface import Arena
 from quiesce.transfer.window import Window
 
 log = logging.getLogger("quiesce.transfer")
 
-_POLL_FIRST, _POLL_MOST = 0.0002, 0.002  # seconds between looks: busy looking starves an engine's own thread
+# Seconds between looks: busy looking starves an engine's own thread. The share is of the time waited until now: so an
+# end is seen little later than it could have been.
+_POLL_FIRST, _POLL_MOST, _POLL_SHARE = 0.0001, 0.002, 1 / 32
 GIVE_UP_SECONDS = 20.0  # after the end of an attachment, where an engine may never tell the end of what was posted
-TRIAL_BYTES = 16
 NEVER = 1 << 63  # beyond any generation
 
 
@@ -70,10 +71,7 @@ class Batch:
 class Joined:
     """Where the lender's agent is, and what it must be shown."""
 
-    agent: bytes
-    base: int
-    scratch: int
-    page_bytes: int
+    far: Far
     trial: bytes
     generation: int
 
@@ -92,6 +90,10 @@ class CourierOwner:
 
     def courier_ended(self, courier: Courier, clean: bool) -> None:
         """Its thread is over. `clean`: its agent is no more."""
+
+
+def _pause(since: float) -> float:
+    return min(_POLL_MOST, max(_POLL_FIRST, (time.monotonic() - since) * _POLL_SHARE))
 
 
 class Courier:
@@ -149,7 +151,7 @@ class Courier:
     def _join(self) -> bool:
         try:
             self._window = Window(self._arena)
-            self._agent = self._engine.join(self._window, self._joined.agent)
+            self._agent = self._engine.join(self._window, self._joined.far)
             self._window.own()[:TRIAL_BYTES] = np.frombuffer(self._joined.trial, np.uint8)
             if not self._tiny_write():
                 return False
@@ -161,36 +163,33 @@ class Courier:
 
     def _tiny_write(self) -> bool:
         """The first shows that bytes arrive; a later one that all before it did. False: abandoned meanwhile."""
-        assert self._agent is not None and self._window is not None
-        own, theirs = (np.array([at], np.uint64) for at in (self._window.scratch, self._joined.scratch))
-        handle = self._agent.post("write", own, theirs, TRIAL_BYTES)
-        pause = _POLL_FIRST
+        assert self._agent is not None
+        handle = self._agent.touch()
+        began = time.monotonic()
         while not self._agent.over(handle):
-            time.sleep(pause)
+            time.sleep(_pause(began))
             if self.abandoned:
                 return False
-            pause = min(_POLL_MOST, pause * 1.5)
         return True
 
     def _work(self) -> None:
-        pause, ending, moved = _POLL_FIRST, False, 0.0
+        ending, moved = False, 0.0  # when something ended, or began with nothing else under way
         while not (ending and not self._under_way) and not self.abandoned:
             if ending:
-                time.sleep(pause)
+                time.sleep(_pause(moved))
                 if not self._engine.limits.ends_alone and time.monotonic() - moved > GIVE_UP_SECONDS:
                     self._give_up()
             else:
                 with contextlib.suppress(queue.Empty):
-                    batch = self._inbox.get(timeout=pause if self._under_way else None)
-                    pause = _POLL_FIRST
+                    alone = not self._under_way
+                    batch = self._inbox.get(timeout=None if alone else _pause(moved))
                     if batch is None:
-                        ending = True
+                        ending, moved = True, time.monotonic()
                     else:
+                        moved = time.monotonic() if alone else moved
                         self._start(batch)
-            looked = self._look()
-            if looked or not ending:
+            if self._look():
                 moved = time.monotonic()
-            pause = _POLL_FIRST if looked else min(_POLL_MOST, pause * 1.5)
             if self._state == "failed" and not self._under_way:
                 self._recover()
 
@@ -204,11 +203,9 @@ class Courier:
         if self._state != "good":
             self._tell(self._owner.lost, batch, False, "an earlier one on its courier was lost")
             return
-        assert self._agent is not None and self._window is not None
-        far = batch.theirs.astype(np.uint64) * np.uint64(self._joined.page_bytes) + np.uint64(self._joined.base)
-        own = self._window.addresses(batch.own)
+        assert self._agent is not None
         try:
-            self._under_way.append((batch, self._agent.post(batch.direction, own, far, self._joined.page_bytes)))
+            self._under_way.append((batch, self._agent.post(batch.direction, batch.own, batch.theirs)))
         except Exception as error:
             self._lost(batch, error)
 

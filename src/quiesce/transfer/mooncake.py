@@ -9,6 +9,7 @@ unproven until the peer's engine over there is no more.
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from quiesce.transfer.agent import Direction, Limits, MissingEngine, claims
+from quiesce.transfer.agent import TRIAL_BYTES, Direction, Far, Limits, MissingEngine, claims
 from quiesce.transfer.agents import AgentTransport
 from quiesce.transfer.arena import shared_arena
 from quiesce.transfer.interface import Arena, Capabilities
@@ -126,12 +127,13 @@ class MooncakeEngine:
     def lend(self, window: Window) -> LentEngine:
         return LentEngine(self._engine(window), self.host)
 
-    def join(self, window: Window, agent: bytes) -> JoinedEngine | JoinedVerbs:
+    def join(self, window: Window, far: Far) -> JoinedEngine | JoinedVerbs:
         try:
-            found = msgspec.msgpack.decode(agent, type=_Agent)
+            found = msgspec.msgpack.decode(far.agent, type=_Agent)
         except msgspec.MsgspecError as error:
             raise ValueError(f"not an engine of Mooncake: {error}") from error
-        return (JoinedEngine if self.lane == "tcp" else JoinedVerbs)(self._engine(window), found.name)
+        joined = JoinedEngine if self.lane == "tcp" else JoinedVerbs
+        return joined(self._engine(window), found.name, window, far)
 
 
 def _library() -> Any:
@@ -157,16 +159,31 @@ class LentEngine:
         self._engine = None  # the only reference: its threads and sockets end before this returns
 
 
-class JoinedEngine:
-    def __init__(self, engine: Any, peer: str) -> None:
-        self._engine, self._peer = engine, peer
+class _Joined(ABC):
+    def __init__(self, engine: Any, peer: str, window: Window, far: Far) -> None:
+        self._engine, self._peer, self._window, self._far = engine, peer, window, far
 
-    def post(self, direction: Direction, own: np.ndarray, theirs: np.ndarray, size: int) -> object:
+    def post(self, direction: Direction, own: np.ndarray, theirs: np.ndarray) -> object:
+        near, far = self._window.addresses(own).tolist(), self._far.addresses(theirs).tolist()
+        return self._move(direction, near, far, self._far.page_bytes)
+
+    def touch(self) -> object:
+        return self._move("write", [self._window.scratch], [self._far.scratch], TRIAL_BYTES)
+
+    @abstractmethod
+    def _move(self, direction: Direction, near: list[int], far: list[int], size: int) -> object: ...
+
+    def end(self) -> None:
+        self._engine = None
+
+
+class JoinedEngine(_Joined):
+    def _move(self, direction: Direction, near: list[int], far: list[int], size: int) -> object:
         """Blocks until the batch is over, with the interpreter free."""
         move = self._engine.batch_transfer_sync_write
         if direction == "read":
             move = self._engine.batch_transfer_sync_read
-        code = move(self._peer, own.tolist(), theirs.tolist(), [size] * len(own))
+        code = move(self._peer, near, far, [size] * len(near))
         if code != 0:
             raise RuntimeError(f"Mooncake returned {code}")
         return None
@@ -174,24 +191,19 @@ class JoinedEngine:
     def over(self, batch: object) -> bool:
         return True
 
-    def end(self) -> None:
-        self._engine = None
 
-
-class JoinedVerbs:
+class JoinedVerbs(_Joined):
     """Page by page and without waiting: a call that waited for a peer that is gone would never return, and an engine
-    that is inside a call cannot be ended. The status of one page is exact; that of several is that of the first."""
+    that is inside a call cannot be ended. The status of one page is exact; that of several is that of the first. With
+    the engine's end go its queue pairs, and with them what was under way."""
 
-    def __init__(self, engine: Any, peer: str) -> None:
-        self._engine, self._peer = engine, peer
-
-    def post(self, direction: Direction, own: np.ndarray, theirs: np.ndarray, size: int) -> object:
+    def _move(self, direction: Direction, near: list[int], far: list[int], size: int) -> object:
         start = self._engine.batch_transfer_async_write
         if direction == "read":
             start = self._engine.batch_transfer_async_read
         pages: deque[int] = deque()
-        for near, far in zip(own.tolist(), theirs.tolist(), strict=True):
-            page = start(self._peer, [near], [far], [size])
+        for own, theirs in zip(near, far, strict=True):
+            page = start(self._peer, [own], [theirs], [size])
             if page in (0, _NO_BATCH):
                 raise RuntimeError("Mooncake did not take a page")
             pages.append(page)
@@ -206,10 +218,6 @@ class JoinedVerbs:
                 raise RuntimeError(f"Mooncake says {code} of a page")
             batch.popleft()
         return True
-
-    def end(self) -> None:
-        """Its queue pairs go with it, and with them what was under way."""
-        self._engine = None
 
 
 def _factory(engine: MooncakeEngine) -> Any:

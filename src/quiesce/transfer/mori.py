@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from quiesce.transfer.agent import Direction, Limits, MissingEngine, claims
+from quiesce.transfer.agent import TRIAL_BYTES, Direction, Far, Limits, MissingEngine, claims
 from quiesce.transfer.interface import Capabilities
 from quiesce.transfer.window import Window
 
@@ -83,10 +83,10 @@ class MoriEngine:
     def lend(self, window: Window) -> LentEngine:
         return LentEngine(*self._engine(window), window.base)
 
-    def join(self, window: Window, agent: bytes) -> JoinedEngine:
+    def join(self, window: Window, far: Far) -> JoinedEngine:
         io = _library()
         try:
-            found = msgspec.msgpack.decode(agent, type=_Agent)
+            found = msgspec.msgpack.decode(far.agent, type=_Agent)
         except msgspec.MsgspecError as error:
             raise ValueError(f"not an engine of MORI: {error}") from error
         engine, memory = self._engine(window)
@@ -94,7 +94,7 @@ class MoriEngine:
         session = engine.create_session(memory, io.MemoryDesc.unpack(found.memory))
         if session is None:
             raise RuntimeError("MORI makes no session with the peer's memory")
-        return JoinedEngine(engine, memory, session, window.base, found.base)
+        return JoinedEngine(engine, memory, session, window, far, found.base)
 
 
 def _library() -> Any:
@@ -119,14 +119,21 @@ class LentEngine:
 
 
 class JoinedEngine:
-    def __init__(self, engine: Any, memory: Any, session: Any, base: int, far: int) -> None:
+    def __init__(self, engine: Any, memory: Any, session: Any, window: Window, far: Far, base: int) -> None:
         self._engine, self._memory, self._session = engine, memory, session
-        self._base, self._far = np.uint64(base), np.uint64(far)
+        self._page_bytes, self._pages_at = far.page_bytes, far.base - base  # of page 0 in the memory of the peer
+        self._scratch = window.scratch - window.base, far.scratch - base
         self._failed: list[Any] = []  # statuses that the engine may still write into
 
-    def post(self, direction: Direction, own: np.ndarray, theirs: np.ndarray, size: int) -> Any:
+    def post(self, direction: Direction, own: np.ndarray, theirs: np.ndarray) -> Any:
+        near, far = own * self._page_bytes, theirs * self._page_bytes + self._pages_at
+        return self._move(direction, near.tolist(), far.tolist(), self._page_bytes)
+
+    def touch(self) -> Any:
+        return self._move("write", [self._scratch[0]], [self._scratch[1]], TRIAL_BYTES)
+
+    def _move(self, direction: Direction, near: list[int], far: list[int], size: int) -> Any:
         move = self._session.batch_write if direction == "write" else self._session.batch_read
-        near, far = (own - self._base).tolist(), (theirs - self._far).tolist()
         return move(near, far, [size] * len(near), self._session.allocate_transfer_uid())
 
     def over(self, batch: Any) -> bool:

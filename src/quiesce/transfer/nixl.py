@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from quiesce.transfer.agent import Direction, Limits, MissingEngine, claims
+from quiesce.transfer.agent import TRIAL_BYTES, Direction, Far, Limits, MissingEngine, claims
 from quiesce.transfer.agents import AgentTransport
 from quiesce.transfer.arena import shared_arena
 from quiesce.transfer.interface import Arena, Capabilities
@@ -111,12 +111,12 @@ class NixlEngine:
     def lend(self, window: Window) -> LentAgent:
         return LentAgent(*self._agent(window))
 
-    def join(self, window: Window, agent: bytes) -> JoinedAgent:
+    def join(self, window: Window, far: Far) -> JoinedAgent:
         try:
-            found = msgspec.msgpack.decode(agent, type=_Agent)
+            found = msgspec.msgpack.decode(far.agent, type=_Agent)
         except msgspec.MsgspecError as error:
             raise ValueError(f"not an agent of NIXL: {error}") from error
-        return JoinedAgent(*self._agent(window), found.metadata)
+        return JoinedAgent(*self._agent(window), window, far, found.metadata)
 
 
 def _library() -> Any:
@@ -144,15 +144,25 @@ class LentAgent:
 
 
 class JoinedAgent:
-    def __init__(self, agent: Any, registered: Any, metadata: bytes) -> None:
-        self._agent, self._registered = agent, registered
-        self._remote = agent.add_remote_agent(metadata)
+    """NIXL is told of both pools once, page by page and the scratch bytes last; a batch is numbers in these lists."""
 
-    def post(self, direction: Direction, own: np.ndarray, theirs: np.ndarray, size: int) -> Any:
-        near, far = (self._agent.get_xfer_descs(_spans(at, size), "DRAM") for at in (own, theirs))
-        handle = self._agent.initialize_xfer(direction.upper(), near, far, self._remote)
+    def __init__(self, agent: Any, registered: Any, window: Window, far: Far, metadata: bytes) -> None:
+        self._agent, self._registered = agent, registered
+        remote = agent.add_remote_agent(metadata)
+        own = _listed(window.base, window.page_bytes, window.pages, window.scratch)
+        self._own = agent.prep_xfer_dlist("NIXL_INIT_AGENT", own, "DRAM")
+        theirs = _listed(far.base, far.page_bytes, far.pages, far.scratch)
+        self._theirs = agent.prep_xfer_dlist(remote, theirs, "DRAM")
+        self._scratch = np.array([window.pages]), np.array([far.pages])
+
+    def post(self, direction: Direction, own: np.ndarray, theirs: np.ndarray) -> Any:
+        near, far = own.astype(np.int32), theirs.astype(np.int32)
+        handle = self._agent.make_prepped_xfer(direction.upper(), self._own, near, self._theirs, far)
         self._agent.transfer(handle)  # DONE, PROC, or it raises; `over` asks in any case
         return handle
+
+    def touch(self) -> Any:
+        return self.post("write", *self._scratch)
 
     def over(self, batch: Any) -> bool:
         state = self._agent.check_xfer_state(batch)
@@ -164,13 +174,16 @@ class JoinedAgent:
         return True
 
     def end(self) -> None:
+        self._own.release()
+        self._theirs.release()
+        self._own = self._theirs = None  # they refer to the agent
         _delete(self)
 
 
-def _spans(at: np.ndarray, size: int) -> np.ndarray:
-    spans = np.zeros((len(at), 3), np.uint64)
-    spans[:, 0], spans[:, 1] = at, size
-    return spans
+def _listed(base: int, page_bytes: int, pages: int, scratch: int) -> np.ndarray:
+    """NIXL's short form: address, length, device, distance, count."""
+    rows = [[base, page_bytes, 0, page_bytes, pages], [scratch, TRIAL_BYTES, 0, TRIAL_BYTES, 1]]
+    return np.array(rows, np.uint64)
 
 
 def _delete(holder: LentAgent | JoinedAgent) -> None:

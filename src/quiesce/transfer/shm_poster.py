@@ -201,10 +201,14 @@ class Poster:
         self._last_job += 1
         post = Post(self._last_job, peer)
         state = self._lenders.get(peer.number)
-        src, dst = np.asarray(src_pages, np.int64), np.asarray(dst_pages, np.int64)
-        own, theirs = (dst, src) if read else (src, dst)
         assert self._arena is not None
-        refusal = self._not_now(read) or refusal_of(state, self._arena, own, theirs, grant, read)
+        refusal: str | None
+        try:
+            src, dst = np.asarray(src_pages, np.int64), np.asarray(dst_pages, np.int64)
+            own, theirs = (dst, src) if read else (src, dst)
+            refusal = self._not_now(read) or refusal_of(state, self._arena, own, theirs, grant, read)
+        except OverflowError:
+            refusal = "a page's number is beyond any pool"
         if refusal is not None or state is None:
             log.info("post %d to epoch %x refused, nothing was touched: %s", post.id, peer.epoch, refusal)
             self._end(post, Outcome.FAILED_CLEAN)

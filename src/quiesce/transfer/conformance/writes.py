@@ -115,6 +115,7 @@ def outside_is_refused(bench: Bench) -> None:
     outside = [
         ("target beyond the pool", [0, 1], [0, PAGES], [0, PAGES]),
         ("target far beyond the pool", [0], [2**31 - 1], [2**31 - 1]),
+        ("target beyond any pool", [0], [2**63], [2**63]),
         ("target below the pool", [0, 1], [0, -1], [0, -1]),
         ("source beyond the pool", [0, PAGES], [0, 1], [0, 1]),
         ("source below the pool", [-1], [0], [0]),
