@@ -91,10 +91,11 @@ def test_quotas_are_refilled_by_the_clock(tmp_path: Path) -> None:
         key.leave()
     assert refused(key.enter, clock.now).retry_after == 20  # three a minute: the next is due in 20 s
     key.enter(clock.now + 20)
-    key.tokens(50, clock.now)
+    key.afford(clock.now)
+    key.used(50)
     key.used(100)  # more than was left: paid off before the next
-    assert refused(key.tokens, 1, clock.now).retry_after == 91  # one a second, and one must be left
-    key.tokens(1, clock.now + 91)
+    assert refused(key.afford, clock.now).retry_after == 91  # one a second, and one must be left
+    key.afford(clock.now + 91)
     one: Key = Access(written(tmp_path / "keys"), clock).who(bearer(ACME))
     one.enter(clock.now)
     assert "1 requests of this key run" in refused(one.enter, clock.now).message
@@ -109,8 +110,9 @@ def test_quotas_are_refilled_by_the_clock(tmp_path: Path) -> None:
         ("[[key]]\ntenant = 'a'", "either key or sha256"),
         ("[[key]]\ntenant = 'a'\nkey='short-secret'", "16 to 512"),
         ("[[key]]\ntenant = 'a'\nsha256='xyz'", "64 hex digits"),
+        (f"[[key]]\ntenant='a'\nkey='0123456789abcdef'\ntokens_per_minute={10**400}", "0 to 9007199254740992"),
         ("[[key]]\ntenant = 'a'\nkey='0123456789abcdef'\nquota=1", "unknown field"),
-        ("[[key]]\ntenant = 'a'\nkey='0123456789abcdef'\nmax_concurrent=-1", "negative"),
+        ("[[key]]\ntenant = 'a'\nkey='0123456789abcdef'\nmax_concurrent=-1", "must be 0 to"),
         ("[[key]]\ntenant = 'a'\nkey='0123456789abcdef'\n" * 2, "twice"),
         ("", "key"),
         ("[[key", "not TOML"),

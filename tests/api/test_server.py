@@ -299,8 +299,9 @@ async def test_debug_ledger_shows_each_workers_state(c: Cluster) -> None:
 async def test_a_client_that_sends_half_a_body_and_leaves_holds_nothing(c: Cluster) -> None:
     stream = await anyio.connect_tcp("127.0.0.1", c.router.port)
     await stream.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
-    await until(lambda: c.router.front.inflight == 1)
+    await until(lambda: c.router._gate.spare)
     await stream.aclose()
+    await until(lambda: not c.router._gate.open)
     await c.idle()
     assert not c.decode.starts
 

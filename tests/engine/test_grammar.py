@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +115,55 @@ def test_what_meets_a_limit_says_so_at_once_or_in_the_middle(engine: Engine) -> 
     with pytest.raises(TooComplexError, match="too complex"):
         while len(answer) < 100:
             answer.append(ids(endless.allowed(answer, 0))[-1])
+
+
+DEEP = """
+import json, sys
+from pathlib import Path
+from quiesce.api.structure import of_ebnf, of_schema
+from quiesce.engine.grammar import GrammarError, Grammars
+
+def chain(count, link):
+    schemas = {str(i): link({"$ref": f"#/$defs/{i + 1}"}) for i in range(count)}
+    return {"$ref": "#/$defs/0", "$defs": schemas | {str(count): {"type": "null"}}}
+
+def nested(inner):
+    for _ in range(40):
+        inner = {"allOf": [inner]}
+    return inner
+
+rules = [f"a{i:x}a: a{i + 1:x}a" for i in range(14_000)]
+terminals = [f"T{i}: T{i + 1}" for i in range(9_000)]
+hostile = [
+    of_schema(chain(7_000, lambda next: next), "references"),
+    of_schema(chain(400, nested), "nested"),
+    of_ebnf("\\n".join(["start: a0a", *rules, f'a{14_000:x}a: "a"']), "rules"),
+    of_ebnf("\\n".join(["start: T0", *terminals, 'T9000: "a"']), "terminals"),
+]
+grammars = Grammars(Path(sys.argv[1]), 512, (1,))
+for grammar in hostile:
+    try:
+        grammars.begin(grammar).allowed([5], 1)
+    except GrammarError as error:
+        print("refused:", error)
+print("alive")
+"""
+
+
+@pytest.mark.slow
+def test_a_deep_grammar_ends_no_process(folder: Path) -> None:
+    """In a process of its own, as it would take this one with it."""
+    words = [sys.executable, "-c", DEEP, str(folder)]
+    run = subprocess.run(words, check=False, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0 and run.stdout.endswith("alive\n"), (run.returncode, run.stdout, run.stderr[-2000:])
+
+
+def test_an_answer_that_meets_a_limit_in_the_middle_is_its_clients_fault(engine: Engine) -> None:
+    """However the library says so: no breaker may hear of it."""
+    progress = engine.grammars.begin(LLMatcher.grammar_from_lark('start: ("Q"~1..100)~1..100'))
+    with pytest.raises(TooComplexError):
+        for length in range(1, 300):
+            progress.allowed([9, *[A] * length], 1)
 
 
 def test_compiled_grammars_are_kept_within_a_bound(folder: Path) -> None:

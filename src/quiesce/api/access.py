@@ -27,6 +27,7 @@ MAX_KEYS = 1024
 MAX_KEY = 512  # bytes of one key
 LOOK_SECONDS = 1.0  # between looks at the file
 MINUTE = 60.0
+MOST = 2**53  # of any quota
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,8 +53,9 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"a key of tenant {self.tenant!r} must have 16 to {MAX_KEY} bytes")
         if self.sha256 and not (len(self.sha256) == 64 and set(self.sha256.lower()) <= set("0123456789abcdef")):
             raise ValueError(f"sha256 of tenant {self.tenant!r} must be 64 hex digits")
-        if min(self.max_concurrent, self.requests_per_minute, self.tokens_per_minute) < 0:
-            raise ValueError(f"the quotas of tenant {self.tenant!r} must not be negative")
+        quotas = (self.max_concurrent, self.requests_per_minute, self.tokens_per_minute)
+        if min(quotas) < 0 or max(quotas) > MOST:
+            raise ValueError(f"the quotas of tenant {self.tenant!r} must be 0 to {MOST}")
 
     @property
     def digest(self) -> bytes:
@@ -109,15 +111,13 @@ class Key:
     def leave(self) -> None:
         self.running -= 1
 
-    def tokens(self, count: int, now: float) -> None:
-        """The prompt's tokens, before any work. Raises ApiError 429 while earlier ones are not paid off."""
-        if self._tokens is not None:
-            if wait := self._tokens.wait(now):
-                raise _too_many(f"this key may use {self.entry.tokens_per_minute} tokens a minute", wait, "tokens")
-            self._tokens.take(count)
+    def afford(self, now: float) -> None:
+        """Before any work. Raises ApiError 429 while earlier tokens are not paid off."""
+        if self._tokens is not None and (wait := self._tokens.wait(now)):
+            raise _too_many(f"this key may use {self.entry.tokens_per_minute} tokens a minute", wait, "tokens")
 
     def used(self, count: int) -> None:
-        """The answer's tokens, when they are known."""
+        """Tokens of a prompt that workers were given, and those of its answer."""
         if self._tokens is not None:
             self._tokens.take(count)
 

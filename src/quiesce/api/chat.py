@@ -30,6 +30,7 @@ from quiesce.api.tools import in_words
 from quiesce.engine.grammar import GrammarError, Grammars
 
 THREADS = 2
+LARGE = 4 << 10  # bytes of a body that are read beside the loop: megabytes take seconds, and streams would wait
 GRAMMAR_SECONDS = 5.0
 T = TypeVar("T")
 
@@ -68,6 +69,7 @@ class TextModel:
         self.tool_markers = frozenset(id for id in markers if id is not None)
         self._longest_token = _longest_token(self._tokenizer)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="read")  # its own: nobody's tokens wait for it
         self._grammars = Grammars(folder, self.vocabulary_size, self.eos_ids)
         self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")  # its own: some take 100 ms
 
@@ -77,7 +79,14 @@ class TextModel:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._reading.shutdown(wait=False, cancel_futures=True)
         self._grammar_thread.shutdown(wait=False, cancel_futures=True)
+
+    async def parsed(self, parse: Callable[[bytes], T], raw: bytes) -> T:
+        """What `parse` makes of a body, or raises."""
+        if len(raw) <= LARGE:
+            return parse(raw)
+        return await asyncio.get_running_loop().run_in_executor(self._reading, parse, raw)
 
     async def encode(
         self,
@@ -95,6 +104,8 @@ class TextModel:
             self._refuse_hopeless(where, len(prompt.encode()), limit)
             ids = await self.encode_text(prompt)
         elif isinstance(prompt[0], int):
+            if len(prompt) >= limit:
+                raise too_long(where, len(prompt), limit)
             return self.checked(prompt, where)
         else:
             messages: list[Message] = prompt

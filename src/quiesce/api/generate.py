@@ -17,7 +17,7 @@ from quiesce.api import prepare
 from quiesce.api.access import Access, Key
 from quiesce.api.answer import Answer
 from quiesce.api.backend import Ask, Backend, Work
-from quiesce.api.body import ClientGone, read_body
+from quiesce.api.body import Bodies, ClientGone
 from quiesce.api.chat import TextModel
 from quiesce.api.errors import ApiError, unavailable
 from quiesce.api.guard import KEY
@@ -56,7 +56,13 @@ class Front:
         self.limits = limits
         self.metrics = metrics
         self.access = access or Access()
+        self.bodies = Bodies(limits.max_body)
         self.inflight = 0
+
+    def refuse_when_full(self) -> None:
+        """Raises ApiError 503."""
+        if self.inflight >= self.limits.max_inflight:
+            raise unavailable(f"all {self.limits.max_inflight} places for requests are taken", "overloaded")
 
 
 class Generate:
@@ -79,13 +85,11 @@ class Generate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         metrics = self.front.metrics
-        self.front.inflight += 1
         metrics.inflight.inc()
         metrics.started.labels(self.route).inc()
         try:
             await Exchange(self, scope, receive, send).run()
         finally:
-            self.front.inflight -= 1
             metrics.inflight.dec()
 
 
@@ -154,18 +158,26 @@ class Exchange:
         log.info("%s: %s, %d + %d tokens, %.3f s%s", *said, extra=fields)
 
     async def _serve(self) -> None:
-        front = self._front
-        if front.inflight > front.limits.max_inflight:
-            raise unavailable(f"all {front.limits.max_inflight} places for requests are taken", "overloaded")
+        self._front.refuse_when_full()  # without having read what it is
         self._key.enter(time.monotonic())
         try:
-            await self._admitted()
+            raw = await self._front.bodies.read(self._receive, self._headers)
+            await self._placed(raw)
         finally:
             self._key.leave()
 
-    async def _admitted(self) -> None:
+    async def _placed(self, raw: bytes) -> None:
+        """A request takes a place once all of it is there: half a body keeps nobody out."""
+        self._front.refuse_when_full()
+        self._front.inflight += 1
+        try:
+            await self._admitted(raw)
+        finally:
+            self._front.inflight -= 1
+
+    async def _admitted(self, raw: bytes) -> None:
         front = self._front
-        wanted = self._endpoint.parse(await self._body())
+        wanted = await front.text.parsed(self._endpoint.parse, raw)
         check_model(wanted.model or front.model, front.model)
         if wanted.ignored:
             self._out.warn_ignored(wanted.ignored)
@@ -175,11 +187,12 @@ class Exchange:
         try:
             prompts = await prepare.tokenize(wanted, front.text, self._limit())
             asks = self._asks(wanted, prompts)
-            self._key.tokens(sum(map(len, prompts)), time.monotonic())
+            self._key.afford(time.monotonic())
             answers = prepare.answers(wanted, asks, front.text)
             if leaving.done():
                 raise ClientGone
             work = front.backend.open(asks)
+            self._key.used(sum(map(len, prompts)))
             leaving.add_done_callback(lambda _: work.abandon("the client closed its connection"))
             try:
                 await self._answer(work, wanted, asks, answers)
@@ -192,9 +205,6 @@ class Exchange:
     async def _until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-
-    async def _body(self) -> bytes:
-        return await read_body(self._receive, self._headers, self._front.limits.max_body)
 
     def _asks(self, wanted: Wanted, prompts: list[tuple[int, ...]]) -> list[Ask]:
         # The limit is asked for again: workers may have come or gone while the threads were at it.

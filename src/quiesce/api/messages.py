@@ -16,6 +16,8 @@ def check_messages(messages: list[ChatMessage]) -> list[Message]:
     """Raises ApiError 400 that names the message."""
     if not messages:
         raise invalid("messages", "must hold at least one message")
+    if len(messages) > schemas.MAX_MESSAGES:
+        raise invalid("messages", f"at most {schemas.MAX_MESSAGES} are allowed, got {len(messages)}")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 

@@ -55,7 +55,7 @@ class Wanted(msgspec.Struct, frozen=True):
     cache_salt: str = ""
     bootstraps: tuple[Bootstrap, ...] = ()  # one for each answer, on the ports of single workers
     label: str = ""  # the client's id, where it comes in the body
-    origin: Any = None  # the body of /v1/responses, which the answer repeats
+    origin: Any = None  # the body of /v1/responses and /generate, which the answer goes by
 
 
 _chat = msgspec.json.Decoder(ChatBody)

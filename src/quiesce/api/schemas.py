@@ -18,6 +18,7 @@ MAX_STOP_TOKENS = 64
 MAX_BIASES = 1024
 MAX_SALT = 128  # characters
 MAX_ANSWERS = 64  # prompts times samples in one request
+MAX_MESSAGES = 1 << 14
 MAX_TEXT = 1 << 20  # characters that /tokenize takes
 MAX_TOKENS = 1 << 18  # ids that /detokenize takes
 INT64 = (-(2**63), 2**63 - 1)

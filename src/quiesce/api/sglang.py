@@ -146,7 +146,7 @@ def parse_generate(raw: bytes) -> Wanted:
         priority=body.priority,
         **fields,
     )
-    return _leg(body, completion_wanted(completion))
+    return msgspec.structs.replace(_leg(body, completion_wanted(completion)), origin=body)
 
 
 def _leg(body: Any, wanted: Wanted) -> Wanted:
@@ -200,7 +200,11 @@ class GenerateShape(Shape):
 
     @property
     def single(self) -> bool:
-        return self._wanted.n * len(self._wanted.prompts) == 1
+        """A list of prompts is answered by a list, be it of one."""
+        asked = self._wanted.origin
+        ids = asked.input_ids
+        listed = isinstance(asked.text, list) or bool(ids and isinstance(ids[0], list))
+        return self._wanted.n == 1 and not listed
 
     def whole(self, choices: list[Choice], usage: Usage) -> bytes:
         made = [self.part(choice, True) for choice in choices]

@@ -13,6 +13,8 @@ from quiesce.api.errors import ApiError, invalid
 from quiesce.engine.grammar import MAX_GRAMMAR
 
 MAX_CHOICES = 1024
+MAX_GBNF = 64 << 10  # bytes; its translation takes a second for them
+MAX_GBNF_RULES = 256  # it takes the square of their number
 FIELDS = (
     "response_format",
     "structured_outputs",
@@ -148,6 +150,9 @@ def of_ebnf(text: str, where: str) -> str:
     """GBNF, as llama.cpp, vLLM and SGLang take it (`root ::= ...`), or Lark (`start: ...`)."""
     if "::=" not in text:
         return _bounded(LLMatcher.grammar_from_lark(text), where)
+    if len(text.encode()) > MAX_GBNF or text.count("::=") > MAX_GBNF_RULES:
+        limits = f"{MAX_GBNF} bytes and {MAX_GBNF_RULES} rules"
+        raise invalid(where, f"has {len(text.encode())} bytes and {text.count('::=')} rules, GBNF may have {limits}")
     try:
         return _bounded(LLMatcher.grammar_from_lark(gbnf_to_lark(text)), where)
     except (GbnfToLarkError, ValueError, IndexError, KeyError, RecursionError) as error:

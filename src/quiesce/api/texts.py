@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quiesce.api.body import ClientGone, read_body
+from quiesce.api.body import ClientGone
 from quiesce.api.errors import invalid
 from quiesce.api.generate import Front, check_model
 from quiesce.api.messages import check_messages
@@ -45,14 +45,14 @@ class Texts:
 
     async def _answer(self, request: Request, work: Callable[[bytes], Awaitable[msgspec.Struct]]) -> Response:
         try:
-            raw = await read_body(request.receive, dict(request.headers.raw), self._front.limits.max_body)
+            raw = await self._front.bodies.read(request.receive, dict(request.headers.raw))
         except ClientGone:
             return Response(status_code=499)
         made = await work(raw)
         return Response(msgspec.json.encode(made), media_type="application/json")
 
     async def _tokenized(self, raw: bytes) -> Tokenized:
-        body = decode(_tokenize, raw)
+        body = await self._front.text.parsed(lambda raw: decode(_tokenize, raw), raw)
         self._check_model(body.model)
         ids = await self._ids(body)
         shown = self._front.text.vocabulary.shown
@@ -70,7 +70,7 @@ class Texts:
         return await self._front.text.encode_chat(messages, body.add_generation_prompt)
 
     async def _detokenized(self, raw: bytes) -> Detokenized:
-        body = decode(_detokenize, raw)
+        body = await self._front.text.parsed(lambda raw: decode(_detokenize, raw), raw)
         self._check_model(body.model)
         _within("tokens", len(body.tokens), MAX_TOKENS, "token ids")
         return Detokenized(await self._front.text.decode(body.tokens))

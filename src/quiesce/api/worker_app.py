@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from quiesce.api.access import Key
 from quiesce.api.backend import Backend
-from quiesce.api.body import ClientGone, read_body
+from quiesce.api.body import ClientGone
 from quiesce.api.errors import ApiError
 from quiesce.api.generate import Front, Generate
 from quiesce.api.guard import KEY, Guard
@@ -135,7 +135,8 @@ class WorkerPages:
     async def abort(self, request: Request) -> Response:
         """Of exactly that id: its `rid`, or the X-Request-Id it came with. A key reaches its own tenant's alone."""
         try:
-            body = decode(_abort, await read_body(request.receive, dict(request.headers.raw), MAX_ABORT_BODY))
+            raw = await self._front.bodies.read(request.receive, dict(request.headers.raw), MAX_ABORT_BODY)
+            body = decode(_abort, raw)
         except ClientGone:
             return Response(status_code=499)
         if not body.rid and not body.abort_all:

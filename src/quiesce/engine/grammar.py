@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,10 @@ LIMITS = LLParserLimits(
     max_lexer_states=10_000,
     verbose_errors=False,
 )
-AT_A_LIMIT = ("too many", "too big", "fuel", "limit")  # how the library says that one of them was met
+AT_A_LIMIT = ("too many", "too big", "fuel", "limit", "max is")  # how the library says that one of them was met
+# The library descends into rules and references by recursion, some KB each, and 256 KiB hold 30,000 of them: on a
+# usual stack they end the process. A stack costs what is used of it.
+STACK = 512 << 20
 
 
 class GrammarError(EngineError):
@@ -82,7 +85,7 @@ class Grammars:
         with self._lock:
             matcher = self._compiled.get(grammar)
             if matcher is None:
-                matcher = self._compile(grammar)
+                matcher = _on_a_deep_stack(lambda: self._compile(grammar))
                 self._compiled[grammar] = matcher
                 if len(self._compiled) > KEPT:
                     self._compiled.popitem(last=False)
@@ -111,6 +114,29 @@ class Grammars:
             return LLTokenizer(source, n_vocab=self._vocabulary, eos_token=self._eos)
         except Exception as error:  # the library raises whatever its parsers raise
             raise GrammarError(f"the model's tokenizer cannot be used for grammars: {_short(str(error))}") from error
+
+
+def _on_a_deep_stack(work: Callable[[], LLMatcher]) -> LLMatcher:
+    """What it returns or raises. One caller at a time: the size of stacks is the interpreter's."""
+    made: list[LLMatcher] = []
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            made.append(work())
+        except Exception as error:
+            failed.append(error)
+
+    before = threading.stack_size(STACK)
+    try:
+        thread = threading.Thread(target=run, name="grammar stack")
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join()
+    if failed:
+        raise failed[0]
+    return made[0]
 
 
 def _mask(matcher: LLMatcher) -> np.ndarray:

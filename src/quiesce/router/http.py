@@ -1,7 +1,8 @@
 """Bounds on connections to the HTTP port: a connection on which no request comes is worth nothing and costs memory.
 
 A request's head must arrive within seconds and within kilobytes. Connections that wait for one are bounded in number:
-beyond that the oldest of them makes room. Connections with a request or between two requests are left alone.
+beyond that the oldest of them makes room. When all connections are taken, the oldest that has no whole request makes
+room as well. Connections with a request are left alone.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 HEAD_SECONDS = 10.0
 HEAD_BYTES = 64 << 10
 MOST_HEADLESS = 512
+MOST_PIPELINED = 16  # requests that wait behind the one that is being answered
 COUNTED = (
-    *("heads_late", "heads_evicted", "heads_too_large", "requests_invalid", "connections_refused"),
+    *("heads_late", "heads_evicted", "heads_too_large", "requests_invalid", "connections_refused", "spare_evicted"),
     *("tls_no_certificate", "tls_bad_certificate", "tls_failed"),
 )
 # Nothing here upgrades, so the wish is ignored; the parser would stop before the body that comes with it. Java's
@@ -40,6 +42,7 @@ class Gate:
         self.most, self.most_headless, self.seconds = most, headless, seconds
         self.open = 0
         self.headless: dict[Waiting, asyncio.TimerHandle] = {}  # the oldest first
+        self.spare: dict[Waiting, None] = {}  # those between two requests or with half a body, the oldest first
         self._counts: Counter[str] = Counter()
 
     def counters(self) -> dict[str, int]:
@@ -80,9 +83,11 @@ class Gate:
         self.head_came(connection)
 
     def _evict(self) -> bool:
-        oldest = next(iter(self.headless), None)
-        if oldest is not None:
+        if (oldest := next(iter(self.headless), None)) is not None:
             self._end(oldest, "heads_evicted")
+        elif (oldest := next(iter(self.spare), None)) is not None:
+            del self.spare[oldest]
+            self._end(oldest, "spare_evicted")
         return oldest is not None
 
     def _end(self, connection: Waiting, why: str) -> None:
@@ -109,10 +114,15 @@ def without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[Non
     return plain
 
 
+class PipelineTooLongError(Exception):
+    """More requests than may wait on one connection."""
+
+
 class BoundedHttp(HttpToolsProtocol):
     gate: Gate
     _counted = False
     _head = 0  # bytes of the head that is arriving
+    _running: RequestResponseCycle | None = None  # `cycle` is the latest: others may wait before it
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -143,13 +153,36 @@ class BoundedHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self.gate.head_came(self)
         self._head = 0
+        if len(self.pipeline) >= MOST_PIPELINED:
+            raise PipelineTooLongError
         super().on_headers_complete()
+        self.gate.spare[self] = None
         if self.scope["http_version"] == "1.0":
             self.cycle.send = without_chunks(self.cycle)  # type: ignore[method-assign,assignment]
+        if self.pipeline:  # the wait for its turn must not keep us from hearing that the client has left
+            self.flow.resume_reading()
+
+    def on_message_complete(self) -> None:
+        self.gate.spare.pop(self, None)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing() and self.cycle.response_complete:
+            self.gate.spare[self] = None
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.gate.head_came(self)
+        self.gate.spare.pop(self, None)
         if self._counted:
             self._counted = False
             self.gate.open -= 1
+        self.pipeline.clear()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)

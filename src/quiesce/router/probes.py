@@ -1,7 +1,8 @@
 """Test requests that ask one worker whether it still works: through its machine, its pages and its engine, and back.
 
 A worker that has work and does not move may be stuck or may only wait for its peer; a probe tells. `/health?probe=1`
-sends one to every worker.
+sends one to every worker. At most one is out at a worker: whoever asks meanwhile gets the same answer, so that asking
+often costs nobody a place.
 """
 
 from __future__ import annotations
@@ -77,17 +78,28 @@ class Probes:
                 waits.set_result("it is gone")
         worker.probes.clear()
 
+    def _asked(self, worker: Worker) -> asyncio.Future[float | str] | None:
+        """What the test request that is out at a worker, or is sent now, will have found; None: it cannot be sent."""
+        out = next(iter(worker.probes), None)
+        future = None if out is None else self._waiting.get(out)
+        if future is None:
+            future = asyncio.get_running_loop().create_future()
+            if out is not None:
+                self._waiting[out] = future
+            elif not (worker.up and self.send(worker, future)):
+                return None
+        return future
+
     async def all(self, workers: Iterable[Worker], timeout: float) -> dict[str, float | str]:
         """Worker name -> seconds that its probe took, or why it did not pass."""
-        loop = asyncio.get_running_loop()
         answers: dict[str, float | str] = {}
         asked: dict[str, asyncio.Future[float | str]] = {}
         for worker in workers:
-            future: asyncio.Future[float | str] = loop.create_future()
-            if worker.up and self.send(worker, future):
-                asked[worker.name] = future
-            else:
+            future = self._asked(worker)
+            if future is None:
                 answers[worker.name] = "cannot be reached"
+            else:
+                asked[worker.name] = future
         if asked:
             await asyncio.wait(asked.values(), timeout=timeout)
         for name, future in asked.items():
