@@ -58,11 +58,10 @@ __attribute__((noinline)) void multiply(Floats (&sums)[R][S], const Act<T> *x, l
         }
 #endif
         if constexpr (std::is_same_v<Act<T>, float>) {
-            Floats b[S];
-            for (int s = 0; s < S; s++) b[s] = load(w + W * s);
-            for (int r = 0; r < R; r++) {
-                Floats a = splat(rows[r / 3][r % 3 * apart]);
-                for (int s = 0; s < S; s++) acc[r][s] = fma(a, b[s], acc[r][s]);
+            for (int part = 0; part < UNIT<T>; part++) {
+                Floats b[S];
+                for (int s = 0; s < S; s++) b[s] = load_part(w + UNIT<T> * W * s, part);
+                for (int r = 0; r < R; r++) accumulate(acc[r], &rows[r / 3][r % 3 * apart + part], b);
             }
         }
         w += UNIT<T> * across;

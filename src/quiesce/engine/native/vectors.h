@@ -14,12 +14,12 @@
 
 namespace {
 
-// W floats to a vector. A tile is at most ROWS x SPAN vectors: accumulators, one row of weights and one broadcast
-// value fit into the registers, of which AVX-512 and NEON have 32 and the others 16.
+// W floats to a vector. A tile of a product is at most ROWS x SPAN vectors: accumulators, one row of weights and one
+// broadcast value fit into the registers, of which AVX-512 and NEON have 32 and the others 16.
 #if defined(__AVX512F__)
 constexpr int W = 16, ROWS = 8, SPAN = 3;
 #elif defined(__AVX2__)
-constexpr int W = 8, ROWS = 6, SPAN = 2;
+constexpr int W = 8, ROWS = 4, SPAN = 3;
 #elif defined(__aarch64__)
 constexpr int W = 4, ROWS = 8, SPAN = 3;
 #else
@@ -30,6 +30,12 @@ constexpr int W = 4, ROWS = 6, SPAN = 2;
 constexpr bool DOT = true;  // bfloat16 is multiplied in pairs, by vdpbf16ps
 #else
 constexpr bool DOT = false;
+#endif
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool HALVED = true;  // pairs of bfloat16 are widened one half at a time: no shuffles
+#else
+constexpr bool HALVED = false;
 #endif
 
 struct bf16 {
@@ -50,7 +56,7 @@ typedef int8_t Bytes __attribute__((vector_size(W)));
 template <class T> constexpr bool PAIRED = DOT && (std::is_same_v<T, bf16> || std::is_same_v<T, int8_of_bf16>);
 template <class T> using Act = std::conditional_t<PAIRED<T>, bf16, float>;
 // Depths of a product are padded to this, with zero weights.
-template <class T> constexpr int UNIT = PAIRED<T> ? 2 : 1;
+template <class T> constexpr int UNIT = PAIRED<T> || (HALVED && std::is_same_v<T, bf16>) ? 2 : 1;
 
 inline long up(long n, long unit) { return (n + unit - 1) / unit * unit; }
 
@@ -61,7 +67,7 @@ template <class V> inline V read(const void *at) {
 }
 template <class V> inline void write(void *at, V v) { memcpy(at, &v, sizeof v); }
 
-inline Floats splat(float x) { return Floats{} + x; }
+inline Floats splat(float x) { return x - Floats{}; }  // 0 + x would be added, for -0's sake
 inline Floats load(const float *at) { return read<Floats>(at); }
 inline Floats load(const bf16 *at) { return (Floats)(__builtin_convertvector(read<Halves>(at), Words) << 16); }
 inline Floats load(const int8_t *at) {
@@ -120,6 +126,42 @@ inline Floats fma(Floats a, Floats b, Floats c) {
     return a * b + c;
 #endif
 }
+// Value `part` of each of W units of weights.
+template <class T> inline Floats load_part(const T *at, int) { return load(at); }
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// In assembler: all 16 registers are taken, and the compiler, left to itself, moves some of them about in every k-step.
+#define INLINE inline __attribute__((always_inline))
+INLINE Floats load_part(const bf16 *at, int part) {
+    alignas(32) static const Words upper = Words{} + 0xffff0000u;
+    const __m256i_u &pairs = *(const __m256i_u *)at;
+    Floats x;
+    if (part)
+        asm volatile("vmovdqu %1, %0\n vpand %2, %0, %0" : "=x"(x) : "m"(pairs), "m"(upper));
+    else
+        asm volatile("vmovdqu %1, %0\n vpslld $16, %0, %0" : "=x"(x) : "m"(pairs));
+    return x;
+}
+INLINE void accumulate(Floats (&to)[3], const float *x, const Floats (&b)[3]) {
+    Floats a;
+    asm volatile("vbroadcastss %4, %3\n vfmadd231ps %5, %3, %0\n vfmadd231ps %6, %3, %1\n vfmadd231ps %7, %3, %2"
+                 : "+x"(to[0]), "+x"(to[1]), "+x"(to[2]), "=&x"(a)
+                 : "m"(*x), "x"(b[0]), "x"(b[1]), "x"(b[2]));
+}
+INLINE void accumulate(Floats (&to)[2], const float *x, const Floats (&b)[2]) {
+    Floats a;
+    asm volatile("vbroadcastss %3, %2\n vfmadd231ps %4, %2, %0\n vfmadd231ps %5, %2, %1"
+                 : "+x"(to[0]), "+x"(to[1]), "=&x"(a)
+                 : "m"(*x), "x"(b[0]), "x"(b[1]));
+}
+#undef INLINE
+#else
+// to += *x times b
+template <int S> inline void accumulate(Floats (&to)[S], const float *x, const Floats (&b)[S]) {
+    const Floats a = splat(*x);
+    for (int s = 0; s < S; s++) to[s] = fma(a, b[s], to[s]);
+}
+#endif
 inline Floats pick(Ints which, Floats a, Floats b) { return (Floats)(((Ints)a & which) | ((Ints)b & ~which)); }
 inline Floats larger(Floats a, Floats b) {
 #if defined(__AVX512F__)
