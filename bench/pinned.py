@@ -16,7 +16,7 @@ from bench.machine import core_seconds
 from bench.peers import OFFLINE, ONE_THREAD, ROOT, Peer
 from bench.report import Window
 
-DEADLINE = 400.0  # seconds for any one answer; vLLM compiles for a minute or two before its first
+DEADLINE = 900.0  # seconds for any one answer; vLLM compiles before its first, for minutes on a slow core
 ENOUGH = 0.92  # share of the core below which a window was disturbed and is taken again
 
 

@@ -79,8 +79,14 @@ def engines(wanted: argparse.Namespace, folder: Path, names: list[str], result: 
             say(f"loading {name}")
             peer = peers.ALL[name]
             model = peers.GGUF[peer.weights] if peer.weights else folder
-            opened[name] = stack.enter_context(Pinned(peer, model, wanted.dtype, wanted.core))
-        for case in cases:
+            try:
+                opened[name] = stack.enter_context(Pinned(peer, model, wanted.dtype, wanted.core))
+            except RuntimeError as error:
+                if name.startswith("quiesce"):
+                    raise
+                result["runs"][-1].setdefault("left_out", []).append(str(error))
+                say(f"{name} is left out: {error}")
+        for case in chosen(only, list(opened)):
             rounds = 3 if wanted.quick else 5 if case.kind == "requests" or case.prompt > 4096 else 9
             say(f"measuring {case.name}, {wanted.dtype}, {rounds} rounds in turn on core {wanted.core}")
             windows = interleave([opened[name] for name in case.rivals], case, prompts, rounds)
