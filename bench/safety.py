@@ -237,7 +237,7 @@ def _abort_path(idle: list[list[float]], loaded: list[list[float]], step: float)
             print(
                 f"release, {name:6} since {since:19}: median {median(times):.2f} ms, p99 {p99:.2f} ms, n {len(times)}"
             )
-    # The mover tells within 0.1 ms of the last byte (`make bench-transfer`); before that it copies, as long as it takes.
+    # The mover tells within 0.1 ms of the last byte (`make bench-transfer`); before that it copies.
     middle, p99 = median(one[0] for one in idle), quantiles([one[1] for one in loaded], n=100)[98]
     print(f"a step of the loaded engine: {1000 * step:.1f} ms")
     return [

@@ -183,7 +183,8 @@ class Engine:
             return batch.samplers, self._lines(batch, hidden)
 
     def warm_up(self, tokens: int = 512) -> None:
-        """Run a prompt of up to `tokens` (a page with the native step) and a few single tokens, so that the first request does not pay for it.
+        """Run a prompt of up to `tokens` (a page with the native step) and a few single tokens, so that the first
+        request does not pay for it.
 
         It writes the pool's first pages and zeroes them: call it before any page is in use.
         """
