@@ -21,6 +21,9 @@ from quiesce.transfer.watch import Watch
 log = logging.getLogger("quiesce.transfer")
 
 
+BATCH_BYTES = 64 << 20  # up to which posts that wait are put together: each batch costs a turn of two threads
+
+
 def _together(pages: list[np.ndarray]) -> np.ndarray:
     return pages[0] if len(pages) == 1 else np.concatenate(pages)
 
@@ -162,7 +165,7 @@ class AgentPoster(Connections):
 
     def _gather(self, target: Target) -> list[Part]:
         parts: list[Part] = []
-        room = self._part_pages
+        room = max(self._part_pages, min(self._engine.limits.pages_in_flight, BATCH_BYTES // target.lender.page_bytes))
         while target.queue:
             part = target.queue[0]
             pages = written(part)

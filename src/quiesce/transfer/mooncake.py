@@ -89,7 +89,7 @@ class MooncakeEngine:
             death=False,
             diverts=self.lane == "tcp",
             flush=False,
-            pages_in_flight=256,
+            pages_in_flight=512,
             batches_in_flight=2,
             ends_alone=self.lane == "tcp",  # over verbs nothing is ever heard of a write to an engine that is no more
         )

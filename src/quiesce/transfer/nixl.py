@@ -76,7 +76,7 @@ class NixlEngine:
             diverts=self.lane != "rc",
             flush=self._trusted,
             pages_in_flight=4096,
-            batches_in_flight=4,
+            batches_in_flight=2,
         )
 
     def check(self) -> None:
