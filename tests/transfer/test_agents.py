@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import subprocess
 import sys
 import time
@@ -267,24 +268,53 @@ def test_h11_connections_that_lost_something_are_bounded_and_never_called_draine
             side.transport.close_all()
 
 
+def cut(pair: Pair, peer: Peer) -> None:
+    """Their small connection breaks, as it does when either host goes away."""
+    line = pair.poster.transport._poster._targets[peer.number].line
+    assert line is not None
+    line.sock.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_readers_agent_ends_once_its_reader_says_that_it_reads_no_more(tmp_path: Path) -> None:
+    """Before that UCX would crash: an agent must not end while it answers reads."""
+    pair = Pair(NixlEngine("tcp", devices="lo"), tmp_path)
+    numbered(pair.lender)
+    lender, poster = (side.transport for side in pair.sides)
+    for turn in range(1, 6):
+        peer = pair.attach()
+        grant = pair.grant(access="read")
+        read = poster.read(peer, ALL, ALL, grant)
+        if turn < 5:
+            poster.disconnect(peer)
+        assert pair.outcome(read) in (Outcome.PLACED, Outcome.FAILED_CLEAN)
+        if turn == 5:
+            pair.sides.remove(pair.poster)
+            poster.close_all()  # its process leaves
+        pair.until(lambda turn=turn: lender.counters()["agents_ended"] == turn, "its agent to end")
+        proof = lender.fence(pair.poster.epoch, grant.generation)
+        assert proof is not None and proof.generation == grant.generation
+    assert lender.used_up() is None and lender._lender._left == 0
+    lender.close_all()
+
+
 def test_readers_agents_that_cannot_be_ended_are_bounded_and_then_it_says_that_it_is_used_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """UCX crashes when an agent ends that still answers reads, so it is left alone; the worker restarts for it."""
+    """A reader that goes away without a word may still be reading: its agent is left; the worker restarts for it."""
     monkeypatch.setattr(agent_lender, "MAX_LEFT", 2)
     pair = Pair(NixlEngine("tcp", devices="lo"), tmp_path)
-    lender, poster = (side.transport for side in pair.sides)
-    for left in range(2):
+    lender = pair.lender.transport
+    peer = pair.attach()
+    for left in range(1, 3):
         assert lender.used_up() is None, f"{left} are left"
-        peer = pair.attach()
-        pair.grant(access="read")
-        poster.disconnect(peer)
-        pair.until(lambda: lender.generation(pair.poster.epoch) is None, "its connection to close")
+        generation = pair.grant(access="read").generation
+        before = lender.counters()["attach_refused"]
+        cut(pair, peer)
+        if left == 1:
+            pair.until(lambda was=generation: (lender.generation(pair.poster.epoch) or 0) > was, "it to attach anew")
+    pair.until(lambda: lender.counters()["attach_refused"] > before, "the third reader to be turned away")
     said = lender.used_up()
     assert said is not None and said.startswith("2 agents of nixl/tcp are left over from readers")
-    before = lender.counters()["attach_refused"]
-    poster.connect(lender.descriptor(pair.poster.epoch), pair.poster.epoch)
-    pair.until(lambda: lender.counters()["attach_refused"] > before, "the third reader to be turned away")
     assert lender.generation(pair.poster.epoch) is None and lender.counters()["agents_ended"] == 0
     for side in pair.sides:
         side.transport.close_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import logging
@@ -35,6 +36,7 @@ class Connections(CourierOwner):
         self._arena: Arena | None = None
         self._targets: dict[int, Target] = {}  # by Peer.number; leaves when over and nothing is open
         self._by_courier: dict[Courier, Target] = {}
+        self._parting: dict[Courier, wire.Line] = {}  # lines of attachments that are over, for the last word on them
         self._last_number = 0
         self.undrained_through = 0  # of what was forgotten up to this number it is known only that it never drained
         self.lost_peers: list[PeerLost] = []
@@ -190,12 +192,30 @@ class Connections(CourierOwner):
         """The attachment is over: its courier ends once what is under way has; what never started is over now."""
         if target.line is not None:
             self._watch.remove(target.line.fileno())
-            target.line.close()
+            self._let_go(target, target.line)
         target.line, target.attached, target.connecting, target.deadline = None, False, False, None
         if target.courier is not None:
             target.courier.end()
         target.courier, target.challenge = None, b""
         self.drop_waiting(target)
+
+    def _let_go(self, target: Target, line: wire.Line) -> None:
+        if target.courier is not None and target.attached:
+            with contextlib.suppress(wire.Closed):
+                line.say(wire.Detached())
+                self._parting[target.courier] = line
+                return
+        line.close()
+
+    def last_word(self, courier: Courier, all_arrived: bool) -> None:
+        """Its agent is no more, or cannot be said to be."""
+        line = self._parting.pop(courier, None)
+        if line is None:
+            return
+        if all_arrived:
+            with contextlib.suppress(wire.Closed):
+                line.say(wire.Ended())
+        line.close()
 
     def tick(self, now: float) -> None:
         for target in list(self._targets.values()):

@@ -82,6 +82,7 @@ class AgentLender:
         self._records: dict[int, PeerRecord] = {}
         self._by_generation: dict[int, Connection] = {}  # agents that are being made
         self._ending: dict[int, PeerRecord] = {}
+        self._parting: set[Connection] = set()  # of readers that have let go, until their own agents have ended
         self._left = 0
         self._last_generation = 0
         self.lost: list[PeerLost] = []
@@ -160,6 +161,12 @@ class AgentLender:
                     raise wire.Malformed("nothing arrived through its agent")
                 connection.attached, connection.deadline = True, None
                 self._half_open.remove(connection)
+            case wire.Detached() if connection.attached and connection not in self._parting:
+                self._let_go(connection)
+            case wire.Ended() if connection in self._parting:
+                self._parting.remove(connection)
+                self._end(connection)
+                self._drop(connection, "its agent has ended")
             case other:
                 raise wire.Malformed(f"unexpected {type(other).__name__}")
 
@@ -244,25 +251,48 @@ class AgentLender:
         connection.line.close()
         if connection in self._half_open:
             self._half_open.remove(connection)
+        if connection in self._parting:
+            self._parting.remove(connection)
+            self._leave_be(connection)
         record = self._records.get(connection.epoch)
         if record is None or record.connection is not connection:
             return
-        record.connection = None
-        if connection.read and not self._engine.limits.ending_read:
-            assert self._keeper is not None
-            self._left += 1
-            self._keeper.leave_be(connection.generation)
+        if self._must_not_end(connection):
+            self._leave_be(connection)
         elif connection.generation in record.unproven:
-            assert self._keeper is not None
-            self._ending[connection.generation] = record
-            self._keeper.end(connection.generation)
+            self._end(connection)
+        record.connection = None
         if connection.attached:
             self.lost.append(PeerLost(record.epoch, connection.generation, reason))
+
+    def _must_not_end(self, connection: Connection) -> bool:
+        """Its peer may still be reading through its agent, and this engine does not bear that."""
+        return connection.read and not self._engine.limits.ending_read
+
+    def _leave_be(self, connection: Connection) -> None:
+        assert self._keeper is not None
+        self._left += 1
+        self._keeper.leave_be(connection.generation)
+
+    def _end(self, connection: Connection) -> None:
+        assert self._keeper is not None
+        self._ending[connection.generation] = self._records[connection.epoch]
+        self._keeper.end(connection.generation)
+
+    def _let_go(self, connection: Connection) -> None:
+        """Its agent ends now, or as soon as the peer says that it reads nothing through it any more."""
+        record = self._records[connection.epoch]
+        if record.connection is not connection or not self._must_not_end(connection):
+            self._drop(connection, "it has let go")
+            return
+        self._parting.add(connection)
+        record.connection = None
+        self.lost.append(PeerLost(record.epoch, connection.generation, "it has let go"))
 
     def _ended(self, generation: int, clean: bool) -> None:
         record = self._ending.pop(generation)
         self.counters["agents_ended"] += 1
-        if clean and self._engine.limits.ending:  # of an agent that was read from, see `_drop`
+        if clean and self._engine.limits.ending:
             record.unproven.discard(generation)
             self._proven(record, generation, "its agent is no more")
 
@@ -338,7 +368,7 @@ class AgentLender:
             record.read = record.connection.read = True
 
     def used_up(self) -> str | None:
-        if self._left < MAX_LEFT:
+        if self._left + len(self._parting) < MAX_LEFT:
             return None
         return (
             f"{MAX_LEFT} agents of {self._engine.caps.label} are left over from readers that went away or attached "
@@ -355,12 +385,12 @@ class AgentLender:
             wire.unlisten(self._listener, self._address)
             self._listener = None
         attached = [r.connection for r in self._records.values() if r.connection is not None]
-        for connection in [*self._half_open, *attached]:
+        for connection in [*self._half_open, *attached, *self._parting]:
             if connection.line.fileno() >= 0:
                 self._watch.remove(connection.line.fileno())
                 connection.line.close()
-            if connection.read and not self._engine.limits.ending_read and self._keeper is not None:
-                self._keeper.leave_be(connection.generation)
+            if self._must_not_end(connection):
+                self._leave_be(connection)
         for record in self._records.values():
             if record.pidfd is not None:
                 self._watch.remove(record.pidfd)

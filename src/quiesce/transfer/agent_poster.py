@@ -20,7 +20,6 @@ from quiesce.transfer.watch import Watch
 
 log = logging.getLogger("quiesce.transfer")
 
-
 BATCH_BYTES = 64 << 20  # up to which posts that wait are put together: each batch costs a turn of two threads
 
 
@@ -57,6 +56,7 @@ class AgentPoster(Connections):
     def lost(self, courier: Courier, batch: Batch, started: bool, reason: str) -> None:
         target = self._by_courier[courier]
         log.info("a batch of %d pages to epoch %x is lost: %s", len(batch.own), target.peer.epoch, reason)
+        courier.read_lost |= started and batch.direction == "read"
         if started and not (courier.diverted and batch.direction == "read"):
             written_there = batch.direction == "write" and courier.generation > target.ended
             target.unproven[courier.generation] = target.unproven.get(courier.generation, False) or written_there
@@ -85,6 +85,7 @@ class AgentPoster(Connections):
         if not clean and courier.oldest_read < NEVER:
             left = self._reads_left.get(target.peer.epoch, NEVER)
             self._reads_left[target.peer.epoch] = min(left, courier.oldest_read)
+        self.last_word(courier, clean and not courier.read_lost)
         del target.couriers[courier], self._by_courier[courier]
         self.tidy(target)
 
@@ -165,7 +166,8 @@ class AgentPoster(Connections):
 
     def _gather(self, target: Target) -> list[Part]:
         parts: list[Part] = []
-        room = max(self._part_pages, min(self._engine.limits.pages_in_flight, BATCH_BYTES // target.lender.page_bytes))
+        most = min(self._engine.limits.pages_in_flight, BATCH_BYTES // target.lender.page_bytes)
+        room = max(self._part_pages, most)
         while target.queue:
             part = target.queue[0]
             pages = written(part)
@@ -256,6 +258,7 @@ class AgentPoster(Connections):
         for target in self._targets.values():
             for courier in target.couriers:
                 courier.wait(max(0.0, until - time.monotonic()))
+        self._told.turn()
         for opened in self._opens.values():
             self._end(opened.post, Outcome.UNKNOWN)
         self._opens.clear()

@@ -70,12 +70,20 @@ class Attached(Packet, frozen=True):
     generation: int
 
 
+class Detached(Packet, frozen=True):
+    """The poster has let go of the attachment. Its own agent ends once what is under way has."""
+
+
+class Ended(Packet, frozen=True):
+    """The last word after `Detached`: the poster's agent is no more, and all that it read had arrived before."""
+
+
 class Refused(Packet, frozen=True):
     reason: str
     final: bool
 
 
-Decoder = msgspec.msgpack.Decoder(Greet | Challenge | Answer | Lent | Attached | Refused)
+Decoder = msgspec.msgpack.Decoder(Greet | Challenge | Answer | Lent | Attached | Detached | Ended | Refused)
 
 
 class Closed(Exception):

@@ -109,6 +109,7 @@ class Courier:
         self._agent: Posting | None = None
         self.abandoned = False  # what is under way is not waited for
         self.oldest_read = NEVER  # generation; kept by the poster, as long as something that was read is not over
+        self.read_lost = False  # by the poster: of something that was read it is not known how it ended
         self.diverted = False
         self._thread = threading.Thread(target=self._run, name="quiesce-courier", daemon=True)
         self._thread.start()

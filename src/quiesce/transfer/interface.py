@@ -122,7 +122,7 @@ class Transport(Protocol):
     def self_test(self) -> list[str]:
         """Tries at start-up, before `register`, against scratch memory of its own, what can be tried without a peer:
         capabilities claimed, libraries, the engine's own timeouts. Each entry is one thing that does not hold, for
-        people; empty: all does. May take up to some seconds."""
+        people; empty: all does. Takes as long as it must on a busy machine, half a minute where something fails."""
         return []
 
     def used_up(self) -> str | None:

@@ -17,7 +17,9 @@ from quiesce.transfer.arena import shared_arena
 from quiesce.transfer.interface import Peer, Post, Transport
 
 PAGES, PAGE_BYTES = 4, 4096
-SECONDS = 5.0
+# For each step, a thousand times what it takes: on a busy machine it may wait its turn for long, and an attachment
+# that was given up (`attach.ATTACH_SECONDS`) is tried again twice. Only an engine that does not work waits for it.
+SECONDS = 30.0
 LENDER, POSTER = 0xA1, 0xA2
 
 
@@ -29,16 +31,16 @@ class _Pair:
         self.theirs, self.own = shared_arena(PAGES, PAGE_BYTES), shared_arena(PAGES, PAGE_BYTES)
         self.own.pages[:] = [[page + 1] for page in range(PAGES)]
         self.ended: dict[int, Outcome] = {}
-        self.deadline = time.monotonic() + SECONDS
 
     def until(self, condition: Callable[[], Any]) -> Any:
         """The condition's first true value; None once the time is over."""
+        deadline = time.monotonic() + SECONDS
         while True:
             for side in (self.lender, self.poster):
                 self.ended.update({post.id: outcome for post, outcome in side.poll() if side is self.poster})
                 side.events()
             value = condition()
-            if value or time.monotonic() > self.deadline:
+            if value or time.monotonic() > deadline:
                 return value or None
             select.select([self.lender, self.poster], [], [], 0.05)
 
