@@ -8,7 +8,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# NIXL agents that were read from cannot be ended, and their threads spin for as long as this process lives.
+# NIXL agents whose readers have gone without a word cannot be ended, and their threads spin as long as this process.
 LEAVES_THREADS_SPINNING = "transfer/test_agents.py"
 
 

@@ -170,7 +170,8 @@ class Cluster:
         self._processes.append(process)
         return process
 
-    def wait_for(self, *names: str, seconds: float = 60.0) -> None:
+    def wait_for(self, *names: str, seconds: float = 300.0) -> None:  # on a busy machine a start takes minutes
+        """Until they have registered."""
         self.until(lambda: all(self._serves(name) for name in names), seconds, f"{names} to register")
 
     def _serves(self, name: str) -> bool:
