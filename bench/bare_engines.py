@@ -52,7 +52,7 @@ def addresses(base: int, size: int, pages: list[int]) -> np.ndarray:
 
 
 class Nixl:
-    """`initialize_xfer` and `transfer` for each list, then `check_xfer_state` until it is DONE."""
+    """Both pools prepared once; for each list `make_prepped_xfer` and `transfer`, then `check_xfer_state` till DONE."""
 
     def __init__(self, lane: Lane, pages: int, page_bytes: int, core: int) -> None:
         self._far = Far(f"nixl/{lane}", pages, page_bytes, core)
@@ -60,14 +60,15 @@ class Nixl:
         arena.pages[:] = 1
         self._size, self._window = page_bytes, Window(arena)
         self._agent, self._registered = NixlEngine(lane, devices=loopback(lane))._agent(self._window)
-        self._remote = self._agent.add_remote_agent(self._far.agent)
+        remote = self._agent.add_remote_agent(self._far.agent)
+        self._own = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", self._pool(self._window.base, pages), "DRAM")
+        self._theirs = self._agent.prep_xfer_dlist(remote, self._pool(self._far.base, pages), "DRAM")
 
     def move(self, transfers: Any) -> None:
         agent, handles = self._agent, []
         for own, theirs in transfers:
-            near = agent.get_xfer_descs(self._spans(self._window.base, own), "DRAM")
-            far = agent.get_xfer_descs(self._spans(self._far.base, theirs), "DRAM")
-            handles.append(agent.initialize_xfer("WRITE", near, far, self._remote))
+            near, far = np.asarray(own, np.int32), np.asarray(theirs, np.int32)
+            handles.append(agent.make_prepped_xfer("WRITE", self._own, near, self._theirs, far))
             agent.transfer(handles[-1])
         for handle in handles:
             while (state := agent.check_xfer_state(handle)) == "PROC":
@@ -75,10 +76,9 @@ class Nixl:
             assert state == "DONE", state
             agent.release_xfer_handle(handle)
 
-    def _spans(self, base: int, pages: list[int]) -> np.ndarray:
-        spans = np.zeros((len(pages), 3), np.uint64)
-        spans[:, 0], spans[:, 1] = addresses(base, self._size, pages), self._size
-        return spans
+    def _pool(self, base: int, pages: int) -> np.ndarray:
+        """NIXL's short form: address, length, device, distance, count."""
+        return np.array([[base, self._size, 0, self._size, pages]], np.uint64)
 
     def close(self) -> None:
         self._far.close()

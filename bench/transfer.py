@@ -239,6 +239,7 @@ def main() -> int:
     if (load := os.getloadavg()[0]) > 0.5:
         print(f"the machine is not quiet: load average {load:.1f}", file=sys.stderr)
     results: list[dict[str, Any]] = []
+    kept: list[dict[str, Any]] = []
     for engine in asked.engines or BARE:
         try:
             results.append(measure(engine, asked.pairs, set(asked.only or (*KEYS, LATENCY))))
@@ -246,9 +247,9 @@ def main() -> int:
             print(f"{engine} is left out: {error}", file=sys.stderr)
             continue
         print("\n".join(report.lines(results[-1])), flush=True)
-    if asked.json:
-        results = report.keep(asked.json, results, describe())
-    missed = report.missed(results)
+        if asked.json:  # after each, so that a run that is cut short has shown something
+            kept = report.keep(asked.json, results[-1:], describe())
+    missed = report.missed(kept or results)
     for what in missed:
         print(f"missed: {what}")
     return int(bool(missed))
