@@ -52,7 +52,7 @@ def addresses(base: int, size: int, pages: list[int]) -> np.ndarray:
 
 
 class Nixl:
-    """Both pools prepared once; for each list `make_prepped_xfer` and `transfer`, then `check_xfer_state` till DONE."""
+    """Both pools prepared once; for each list `make_prepped_xfer`, `transfer`, and `check_xfer_state` till DONE."""
 
     def __init__(self, lane: Lane, pages: int, page_bytes: int, core: int) -> None:
         self._far = Far(f"nixl/{lane}", pages, page_bytes, core)
