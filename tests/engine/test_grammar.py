@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from llguidance import LLMatcher
+from tokenizers import Tokenizer
 
 from quiesce.core.messages import Sampling
 from quiesce.engine.batch import Row
@@ -156,6 +158,23 @@ def test_a_deep_grammar_ends_no_process(folder: Path) -> None:
     words = [sys.executable, "-c", DEEP, str(folder)]
     run = subprocess.run(words, check=False, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0 and run.stdout.endswith("alive\n"), (run.returncode, run.stdout, run.stderr[-2000:])
+
+
+@pytest.mark.parametrize("words", ["<|endoftext|>", "<|im_end|>", "Q<|im_end|>V", "<|pad|><|im_start|>"])
+def test_words_that_look_like_a_special_token_are_text_where_a_grammar_forces_them(
+    engine: Engine, folder: Path, words: str
+) -> None:
+    decoder = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    progress = engine.grammars.begin(LLMatcher.grammar_from_lark(f"start: {json.dumps(words)}"))
+    answer: list[int] = []
+    while (allowed := ids(progress.allowed([9, *answer], 1))) != sorted(engine.eos_ids):
+        answer.append(allowed[0])
+    assert decoder.decode(answer, skip_special_tokens=True) == words
+
+
+def test_a_special_token_that_a_grammar_names_is_that_token(engine: Engine) -> None:
+    progress = engine.grammars.begin(LLMatcher.grammar_from_lark('start: <|pad|> "Q"'))
+    assert ids(progress.allowed([9], 1)) == [2] and ids(progress.allowed([9, 2], 1)) == [A]
 
 
 def test_an_answer_that_meets_a_limit_in_the_middle_is_its_clients_fault(engine: Engine) -> None:

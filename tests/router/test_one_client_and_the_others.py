@@ -14,6 +14,7 @@ import pytest
 from quiesce.api import body as body_module
 from quiesce.api import schemas
 from quiesce.api.chat import TextModel
+from quiesce.api.tools import MAX_CALLED
 from quiesce.router.http import MOST_PIPELINED, Gate
 from router.cluster import MODEL, Cluster, cluster, until
 from router.test_http_edges import STREAM, gone, request, talk
@@ -153,6 +154,37 @@ async def test_a_prompt_of_too_many_ids_is_refused_before_each_is_looked_at(c: C
 async def test_the_number_of_messages_is_bounded(c: Cluster) -> None:
     answer = await c.chat(messages=[{"role": "user", "content": ""}] * (schemas.MAX_MESSAGES + 1))
     assert answer.status_code == 400 and str(schemas.MAX_MESSAGES) in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (b"[1]," * (schemas.MAX_NESTED + 1), "brackets"),
+        (b"1," * (schemas.MAX_VALUES + 1), "commas"),
+    ],
+    ids=["lists", "numbers"],
+)
+async def test_the_parts_of_a_body_are_counted_before_it_is_read(c: Cluster, raw: bytes, says: str) -> None:
+    answer = await c.client.post("/v1/completions", content=b'{"model": "tiny", "prompt": [' + raw + b"1]}")
+    assert answer.status_code == 400 and says in answer.json()["error"]["message"]
+    assert answer.json()["error"]["code"] == "too_many_parts"
+
+
+async def test_what_a_template_writes_of_calls_and_tools_counts_as_the_prompt_does(c: Cluster) -> None:
+    """Before it is made into tokens, which takes two hundred times its bytes."""
+
+    def asked(size: int) -> dict[str, Any]:
+        arguments = json.dumps({"a": "x" * size})
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        return {"messages": [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "hi"}]}
+
+    for size, says in ((50_000, "the prompt has at least"), (MAX_CALLED, "the arguments of calls")):
+        answer = await c.chat(**asked(size))
+        assert answer.status_code == 400 and says in answer.json()["error"]["message"], answer.text
+    for size, says in ((50_000, "the prompt has at least"), (MAX_CALLED, "tools: may have")):
+        tool = {"type": "function", "function": {"name": "f", "description": "x" * size}}
+        answer = await c.chat(tools=[tool])
+        assert answer.status_code == 400 and says in answer.json()["error"]["message"], answer.text
 
 
 async def test_test_requests_that_many_ask_for_at_once_are_one(c: Cluster) -> None:

@@ -111,7 +111,7 @@ class TextModel:
             messages: list[Message] = prompt
             where = "messages"
             self._refuse_hopeless(where, size_of(messages), limit)
-            ids = await self.encode_chat(messages, tools=tools or [])
+            ids = await self.encode_chat(messages, tools=tools or [], limit=limit)
         if not ids:
             raise invalid(where, "must not be empty: it has no tokens")
         return tuple(ids)
@@ -121,10 +121,15 @@ class TextModel:
         return await self._in_thread(lambda: self._tokenizer.encode(text, add_special_tokens=special).ids)
 
     async def encode_chat(
-        self, messages: list[Message], open_answer: bool = True, tools: list[dict[str, Any]] | None = None
+        self,
+        messages: list[Message],
+        open_answer: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        limit: int | None = None,
     ) -> list[int]:
-        """`open_answer`: with the words that make the model answer. Raises ApiError 400."""
-        return await self._in_thread(lambda: self._encode_chat(messages, open_answer, tools or []))
+        """`open_answer`: with the words that make the model answer. Raises ApiError 400, also where what the template
+        makes of them cannot be within `limit` tokens."""
+        return await self._in_thread(lambda: self._encode_chat(messages, open_answer, tools or [], limit))
 
     async def check_grammar(self, grammar: str, where: str) -> None:
         """Raises ApiError 400 about the field `where` for what cannot be compiled, so that no worker is asked."""
@@ -142,7 +147,9 @@ class TextModel:
         checked = self.checked(ids, "tokens")
         return await self._in_thread(lambda: self._tokenizer.decode(checked, skip_special_tokens=False))
 
-    def _encode_chat(self, messages: list[Message], open_answer: bool, tools: list[dict[str, Any]]) -> list[int]:
+    def _encode_chat(
+        self, messages: list[Message], open_answer: bool, tools: list[dict[str, Any]], limit: int | None
+    ) -> list[int]:
         if not self.has_chat_template:
             raise invalid("messages", "this model has no chat template; use /v1/completions", "no_chat_template")
         fields: dict[str, Any] = {"tokenize": False, "add_generation_prompt": open_answer}
@@ -154,6 +161,8 @@ class TextModel:
             text = self._wrapper.apply_chat_template(messages, **fields)
         except (TemplateError, TypeError, ValueError) as error:
             raise invalid("messages", f"the model's chat template refused them: {error}") from None
+        if limit is not None:
+            self._refuse_hopeless("messages", len(text.encode()), limit)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def checked(self, ids: Iterable[int], where: str) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 from quiesce.api import schemas
 from quiesce.api.errors import invalid
 from quiesce.api.schemas import ChatMessage, ToolCall
+from quiesce.api.tools import MAX_CALLED
 
 Message = dict[str, Any]
 
@@ -18,6 +19,9 @@ def check_messages(messages: list[ChatMessage]) -> list[Message]:
         raise invalid("messages", "must hold at least one message")
     if len(messages) > schemas.MAX_MESSAGES:
         raise invalid("messages", f"at most {schemas.MAX_MESSAGES} are allowed, got {len(messages)}")
+    called = sum(len(call.function.arguments) for message in messages for call in message.tool_calls or ())
+    if called > MAX_CALLED:
+        raise invalid("messages", f"the arguments of calls may have {MAX_CALLED} characters, have {called}")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 

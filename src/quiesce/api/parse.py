@@ -234,6 +234,9 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 def decode(decoder: msgspec.json.Decoder[Body], raw: bytes) -> Body:
     """Raises ApiError 400 that names the field. A whole number may be written as 5.0, as JSON has it."""
+    if raw.count(b",") > schemas.MAX_VALUES or raw.count(b"[") + raw.count(b"{") > schemas.MAX_NESTED:
+        limits = f"{schemas.MAX_VALUES} commas and {schemas.MAX_NESTED} brackets"
+        raise ApiError(400, f"the body has too many parts; it may have {limits}", code="too_many_parts")
     try:
         try:
             return decoder.decode(raw)

@@ -11,6 +11,7 @@ from quiesce.api.errors import invalid
 from quiesce.api.structure import of_schema
 
 MAX_TOOLS = 128
+MAX_CALLED = 1 << 20  # bytes of them all, and of the arguments of earlier calls: templates write them out
 MAX_FORCED = 16  # calls of one answer under tool_choice "required"
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -69,6 +70,9 @@ def tools_of(tools: list[Tool] | None, choice: Choice | ToolChoice | None, paral
         functions[name] = tool.function
     if choice == "none":
         return None
+    size = len(msgspec.json.encode(tools))
+    if size > MAX_CALLED:
+        raise invalid("tools", f"may have {MAX_CALLED} bytes, have {size}")
     shown = [msgspec.to_builtins(tool) for tool in tools]
     names = frozenset(functions)
     if isinstance(choice, ToolChoice):

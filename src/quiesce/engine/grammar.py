@@ -41,12 +41,39 @@ class TooComplexError(GrammarError):
     """The grammar meets one of the limits, at once or in the middle of an answer: its client is to blame."""
 
 
+class Spelling:
+    """How text that a grammar forces is written in tokens. The library takes the words of a special token, which may
+    stand in a schema as in any text, for that token, and then refuses it; here they are spelled like other words."""
+
+    def __init__(self, tokenizer: LLTokenizer, vocabulary: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._by_bytes: dict[bytes, list[int]] = {}  # made when it is first needed
+
+    def of_text(self, matcher: LLMatcher, found: np.ndarray) -> np.ndarray:
+        """`found`: what may follow, as the library says it."""
+        if np.count_nonzero(found) != 1 or not self._tokenizer.is_special_token(int(found.argmax())):
+            return found
+        text = matcher.compute_ff_bytes()
+        if not text or text.startswith(b"\xff"):  # the end of the answer, or a special token that a grammar names
+            return found
+        if not self._by_bytes:
+            for id in range(self._vocabulary):
+                if not self._tokenizer.is_special_token(id):
+                    self._by_bytes.setdefault(self._tokenizer.decode_bytes([id]), []).append(id)
+        spelled = np.zeros_like(found)
+        for length in range(1, 1 + min(len(text), max(map(len, self._by_bytes)))):
+            spelled[self._by_bytes.get(text[:length], [])] = True
+        return spelled
+
+
 class Progress:
     """One answer's way through its grammar. One thread at a time."""
 
-    def __init__(self, matcher: LLMatcher, vocabulary: int) -> None:
+    def __init__(self, matcher: LLMatcher, vocabulary: int, spelling: Spelling) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._spelling = spelling
         self._taken = 0
 
     def allowed(self, history: Sequence[int], prompt_tokens: int) -> np.ndarray:
@@ -64,7 +91,8 @@ class Progress:
             raise _fault(self._matcher, "the answer has left its grammar")
         self._taken = answered
         bits = _mask(self._matcher)
-        return np.unpackbits(bits, count=self._vocabulary, bitorder="little").view(np.bool_)
+        found = np.unpackbits(bits, count=self._vocabulary, bitorder="little").view(np.bool_)
+        return self._spelling.of_text(self._matcher, found)
 
 
 class Grammars:
@@ -76,6 +104,7 @@ class Grammars:
         self._vocabulary = vocabulary
         self._eos = sorted(eos_ids)
         self._tokenizer: LLTokenizer | None = None
+        self._spelling: Spelling | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -90,13 +119,15 @@ class Grammars:
                 if len(self._compiled) > KEPT:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(grammar)
-            return Progress(matcher.deep_copy(), self._vocabulary)
+            assert self._spelling is not None
+            return Progress(matcher.deep_copy(), self._vocabulary, self._spelling)
 
     def _compile(self, grammar: str) -> LLMatcher:
         if len(grammar.encode()) > MAX_GRAMMAR:
             raise GrammarError(f"the grammar has {len(grammar.encode())} bytes, at most {MAX_GRAMMAR} are taken")
         if self._tokenizer is None:
             self._tokenizer = self._load()
+            self._spelling = Spelling(self._tokenizer, self._vocabulary)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise GrammarError(_short(matcher.get_error()))

@@ -48,7 +48,7 @@ from quiesce.transfer.interface import Transport
 
 log = logging.getLogger("quiesce.prefill")
 
-ORPHAN_SECONDS = 10.0  # an offer waits this long for its request; the router sends both at once
+ORPHAN_SECONDS = 2.0  # an offer waits this long for its request; routers send both at once
 POST_WINDOW = 4
 LATE_PLACES = 2  # under --reserve late: one prompt being computed and one whose pages are ready
 
