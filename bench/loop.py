@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -32,6 +33,8 @@ from quiesce.core.messages import Sampling
 from quiesce.engine.batch import Row
 from quiesce.engine.engine import Engine
 from quiesce.engine.kv import KVPool
+from quiesce.engine.native.library import UNDER
+from quiesce.engine.seats import Seats
 from quiesce.models.registry import DEFAULT, resolve
 from quiesce.ops.run_dir import ROUTER, RunDir
 from quiesce.roles.colocated import ColocatedWorker
@@ -71,15 +74,17 @@ class Ready:
         rows = max(BATCHES)
         self._hidden = torch.zeros((rows * PROMPT, engine.model_config.hidden_size))
         self._logits = logits.repeat(-(-rows // len(logits)), 1)
+        blocks = np.split(self._logits.numpy(), range(UNDER, logits.shape[1], UNDER), axis=1)
+        self._peaks = np.stack([block.max(axis=1) for block in blocks], axis=1)
 
-    def plan(self, rows: list[Row], kv: KVPool) -> Any:
-        return self._model.plan(rows, kv)
+    def plan(self, rows: list[Row], kv: KVPool, seats: Seats | None = None) -> Any:
+        return self._model.plan(rows, kv, seats)
 
     def forward(self, batch: Any, kv: KVPool) -> torch.Tensor:
         return self._hidden[: len(batch.tokens)]
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        return self._logits[: x.shape[0]]
+    def logits_and_peaks(self, x: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
+        return self._logits[: x.shape[0]], self._peaks[: x.shape[0]]
 
 
 class Watch:
@@ -181,12 +186,11 @@ class Bench:
         watch.on("messages in, timers", worker, "turn")
         watch.on("waiting", worker.poller, "poll")
         watch.on("after the step", worker.steps, "collect")
-        watch.on("streaming out", worker.legs, "tell")
+        watch.on("streaming out", worker.legs, "send")
         watch.on("admission", worker, "schedule")
         watch.on("before the step", worker.steps, "launch")
-        watch.on("engine: batch", worker.engine, "run")
-        watch.on("engine: checks", worker.engine, "_check")
-        watch.on("engine: sampling", worker.engine._drawer, "draw")
+        watch.on("engine: batch", worker.engine, "run_seated")
+        watch.on("engine: sampling", worker.engine._drawer, "draw_seated")
         return watch
 
 

@@ -17,6 +17,7 @@ from quiesce.engine.logprobs import token_logprob
 from quiesce.engine.native.library import WISH, Library
 from quiesce.engine.penalties import needs_history, penalised
 from quiesce.engine.sampler import GREEDY_BELOW, Sampled, check_sampling, sample, uniform
+from quiesce.engine.seats import Seats
 
 KNOWN = 4096  # wishes that are remembered as checked
 
@@ -50,8 +51,17 @@ class Drawer:
         made = self._kinds[id(sampling)] = Kind(sampling, temperature, history, history or bool(sampling.logit_bias))
         return made
 
-    def draw(self, rows: Sequence[Row], logits: np.ndarray) -> list[Sampled | None]:
-        """A token for each of `rows`, all of which sample, from float32 [rows, vocab]; None: not finite."""
+    def draw_seated(self, seats: Seats, logits: np.ndarray, peaks: np.ndarray) -> np.ndarray:
+        """A token for each seat, -1 where its logits are not finite; needs a library."""
+        assert self._library is not None
+        if not seats.all_greedy:
+            seats.wishes["chance"] = self._library.chances(seats.seeds, seats.starts + 1)
+        self._library.draw(logits, seats.wishes, peaks)
+        return seats.wishes["token"].copy()
+
+    def draw(self, rows: Sequence[Row], logits: np.ndarray, peaks: np.ndarray | None = None) -> list[Sampled | None]:
+        """A token for each of `rows`, all of which sample, from float32 [rows, vocab]; None: not finite. `peaks`:
+        where they came with the logits."""
         wishes = [row.sample for row in rows if row.sample is not None]
         if self._library is None:
             finite = np.isfinite(logits).all(axis=1)
@@ -62,7 +72,7 @@ class Drawer:
         asked = np.zeros(len(rows), WISH)
         if any(kind.temperature for kind in kinds):
             self._describe(rows, kinds, asked)
-        self._library.draw(logits, asked)
+        self._library.draw(logits, asked, peaks)
         tokens = asked["token"].tolist()
         for at, kind in enumerate(kinds):
             if kind.changed and tokens[at] >= 0:

@@ -28,6 +28,7 @@ from quiesce.engine.native.library import AUTO, choose
 from quiesce.engine.native.model import Flat, NativeModel
 from quiesce.engine.quantize import round_to_int8
 from quiesce.engine.sampler import Sampled
+from quiesce.engine.seats import Seats, check_seats
 from quiesce.engine.weights import load_weights
 
 log = logging.getLogger("quiesce.engine")
@@ -161,17 +162,45 @@ class Engine:
             return []
         with torch.inference_mode(), self._under_way():
             batch, hidden = self._forward(rows)
-            lines = self._lines(batch, hidden)
-            drawn = dict(
-                zip(batch.samplers, self._drawer.draw([rows[n] for n in batch.samplers], lines), strict=True)
-            )
-            bad = {number for number, sampled in drawn.items() if sampled is None}
-            scores = {
-                n: self._prompt_logprobs(row, n, batch, hidden, bad) for n, row in enumerate(rows) if row.scored
-            }
+            results, bad = self._results(rows, batch, hidden, *self._lines(batch, hidden))
         if bad:
             raise NonFiniteLogits(sorted(bad))
-        return [Result(drawn.get(n), scores.get(n, ())) for n in range(len(rows))]
+        return results
+
+    def run_seated(self, seats: Seats, rows: Sequence[Row]) -> tuple[np.ndarray, list[Result]]:
+        """A step of everyone who sits and of `rows`: a token for each seat, and what `run` returns for the rows. Rows
+        that are not finite are counted behind the seats."""
+        n = len(seats)
+        if isinstance(self._model, Model):
+            results = self.run([*seats.rows(), *rows])
+            return np.array([result.sampled.token for result in results[:n] if result.sampled], np.int64), results[n:]
+        self._check(rows)
+        check_seats(seats, rows, self.model_config, self.kv, self.context_length)
+        with torch.inference_mode(), self._under_way():
+            batch = self._model.plan(rows, self.kv, seats)
+            hidden = self._model.forward(batch, self.kv)
+            lines, peaks = self._lines(batch, hidden)
+            assert peaks is not None
+            tokens = self._drawer.draw_seated(seats, lines[:n], peaks[:n])
+            results, bad = self._results(rows, batch, hidden, lines[n:], peaks[n:])
+        if bad or tokens.min() < 0:
+            raise NonFiniteLogits([*np.flatnonzero(tokens < 0).tolist(), *(n + number for number in sorted(bad))])
+        return tokens, results
+
+    def _results(
+        self,
+        rows: Sequence[Row],
+        batch: Batch | Flat,
+        hidden: torch.Tensor,
+        lines: np.ndarray,
+        peaks: np.ndarray | None,
+    ) -> tuple[list[Result], set[int]]:
+        """What the rows gave, and those of them that are not finite."""
+        wanting = [rows[number] for number in batch.samplers]
+        drawn = dict(zip(batch.samplers, self._drawer.draw(wanting, lines, peaks), strict=True))
+        bad = {number for number, sampled in drawn.items() if sampled is None}
+        scores = {n: self._prompt_logprobs(row, n, batch, hidden, bad) for n, row in enumerate(rows) if row.scored}
+        return [Result(drawn.get(n), scores.get(n, ())) for n in range(len(rows))], bad
 
     def logits(self, rows: Sequence[Row]) -> tuple[list[int], np.ndarray]:
         """As `run`, short of drawing: the indexes of the rows that sample, and float32 [those, vocab]."""
@@ -180,7 +209,7 @@ class Engine:
             return [], np.empty((0, self.model_config.vocab_size), np.float32)
         with torch.inference_mode(), self._under_way():
             batch, hidden = self._forward(rows)
-            return batch.samplers, self._lines(batch, hidden)
+            return batch.samplers, self._lines(batch, hidden)[0]
 
     def warm_up(self, tokens: int = 512) -> None:
         """Run a prompt of up to `tokens` (a page with the native step) and a few single tokens, so that the first
@@ -236,10 +265,14 @@ class Engine:
             finally:
                 self.kv.finish()
 
-    def _lines(self, batch: Batch | Flat, hidden: torch.Tensor) -> np.ndarray:
-        """Logits of those that draw, who stand in the order of their rows."""
-        wanted = hidden if len(batch.wanted) == len(hidden) else hidden[batch.wanted]
-        return _as_numpy(self._model.logits(wanted))
+    def _lines(self, batch: Batch | Flat, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray | None]:
+        """Logits of those that draw, in the order of their rows, and their peaks where the step finds them."""
+        all_draw = batch.wanted is None or len(batch.wanted) == len(hidden)
+        wanted = hidden if all_draw else hidden[batch.wanted]
+        if isinstance(self._model, Model):
+            return _as_numpy(self._model.logits(wanted)), None
+        lines, peaks = self._model.logits_and_peaks(wanted)
+        return lines.numpy(), peaks
 
     def _prompt_logprobs(
         self, row: Row, number: int, batch: Batch | Flat, hidden: torch.Tensor, bad: set[int]

@@ -11,6 +11,7 @@ from quiesce.core.messages import TransferId
 from quiesce.engine.engine import Engine, Result
 from quiesce.roles.generation import Generation, Owner
 from quiesce.roles.legs import WorkerLeg
+from quiesce.roles.running import Hearers, Running
 from quiesce.roles.sequence import Outcome, Sequence
 from quiesce.roles.settings import WorkerSettings
 from quiesce.roles.steps import failure
@@ -29,6 +30,8 @@ class AnsweringWorker(Worker):
             owner=Owner(self._finished_leg, self.local, self.release, self.budget.belongs),
             conservativeness=settings.schedule_conservativeness,
         )
+        hearers = Hearers(self.generation.streamed, self.generation.finished)
+        self.steps.run_in(Running(self.ledger, settings.max_running, settings.page_size, hearers))
         self.waiting: deque[WorkerLeg] = deque()
 
     @abstractmethod

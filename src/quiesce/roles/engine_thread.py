@@ -12,26 +12,34 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from quiesce.engine.batch import Row
 from quiesce.engine.engine import Result
+from quiesce.engine.seats import Seats
 
 
 class Stepper(Protocol):
     def run(self, rows: Rows[Row]) -> list[Result]: ...
 
+    def run_seated(self, seats: Seats, rows: Rows[Row]) -> tuple[np.ndarray, list[Result]]: ...
+
 
 @dataclass
 class StepEnd:
-    """`results[i]` belongs to row i; `errors` names the rows whose computation failed."""
+    """`results[i]` belongs to row i; `errors` names the rows whose computation failed. `tokens` and `seat_errors` are
+    of those who sit, where somebody does."""
 
     results: list[Result]
     errors: dict[int, Exception] = field(default_factory=dict)
+    tokens: np.ndarray | None = None
+    seat_errors: dict[int, Exception] = field(default_factory=dict)
 
 
 class EngineThread:
     def __init__(self, engine: Stepper) -> None:
         self._engine = engine
-        self._work: deque[list[Row] | None] = deque()
+        self._work: deque[tuple[list[Row], Seats | None] | None] = deque()
         self._ready = threading.Semaphore(0)
         self._done: deque[StepEnd] = deque()
         self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -43,10 +51,11 @@ class EngineThread:
     def fileno(self) -> int:
         return self._signal
 
-    def submit(self, rows: Rows[Row]) -> None:
+    def submit(self, rows: Rows[Row], seats: Seats | None = None) -> None:
+        """`seats`: some of which are taken, and which nobody touches until the step has ended."""
         assert not self.busy, "one step at a time"
         self.busy = True
-        self._work.append(list(rows))
+        self._work.append((list(rows), seats))
         self._ready.release()
 
     def take(self) -> StepEnd | None:
@@ -69,25 +78,36 @@ class EngineThread:
     def _run(self) -> None:
         while True:
             self._ready.acquire()
-            rows = self._work.popleft()
-            if rows is None:
+            work = self._work.popleft()
+            if work is None:
                 return
-            self._done.append(self._step(rows))
+            self._done.append(self._step(*work))
             os.eventfd_write(self._signal, 1)
 
-    def _step(self, rows: list[Row]) -> StepEnd:
+    def _step(self, rows: list[Row], seats: Seats | None) -> StepEnd:
         try:
-            return StepEnd(self._engine.run(rows))
+            if seats is None:
+                return StepEnd(self._engine.run(rows))
+            tokens, results = self._engine.run_seated(seats, rows)
+            return StepEnd(results, tokens=tokens)
         except Exception as error:
-            if len(rows) == 1:
+            if seats is None and len(rows) == 1:
                 return StepEnd([Result()], {0: error})
         # One row made the step fail; computing is idempotent, so find it by running each alone: a fault in
         # one request ends that request and nobody else's.
         end = StepEnd([])
+        end.results, end.errors = self._each_alone(rows)
+        if seats is not None:
+            drawn, end.seat_errors = self._each_alone(seats.rows())
+            end.tokens = np.array([result.sampled.token if result.sampled else 0 for result in drawn], np.int64)
+        return end
+
+    def _each_alone(self, rows: list[Row]) -> tuple[list[Result], dict[int, Exception]]:
+        results, errors = list[Result](), dict[int, Exception]()
         for index, row in enumerate(rows):
             try:
-                end.results += self._engine.run([row])
+                results += self._engine.run([row])
             except Exception as error:
-                end.results.append(Result())
-                end.errors[index] = error
-        return end
+                results.append(Result())
+                errors[index] = error
+        return results, errors

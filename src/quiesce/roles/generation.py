@@ -58,6 +58,8 @@ class Generation:
         self.sequences: dict[TransferId, Sequence] = {}
         self.retracted: list[tuple[WorkerLeg, list[int]]] = []
         self.retractions = 0
+        self._seated: list[Sequence] = []  # for whom `_addressed` was made
+        self._addressed: dict[bytes, tuple[list[int], list[str]]] = {}  # router -> seats, requests
 
     # ------------------------------------------------------------ admission
 
@@ -90,21 +92,22 @@ class Generation:
     def sequence(self, tid: TransferId, *, computed: int, tokens: list[int] | None = None) -> Sequence:
         """Joins the batch with the pages it owns."""
         leg = self.by_tid[tid]
-        prompt = leg.start.token_ids
+        known = list(leg.start.token_ids) if tokens is None else tokens
         sequence = Sequence(
             tid=tid,
             rid=leg.rid,
             prompt_tokens=leg.prompt_tokens,
-            tokens=list(prompt) if tokens is None else tokens,
+            tokens=known,
             sampling=leg.start.sampling,
             eos=self.eos,
             precedence=(leg.start.priority, leg.arrived),
             probe=leg.start.probe,
             pages=array("i", self.ledger.pages(tid)),
-            computed=computed,
+            todo=len(known) - computed,
             scored=tokens is None and computed == 0,
             grammar=leg.grammar,
         )
+        leg.tokens = known
         self.sequences[tid] = sequence
         self.batch.add(sequence)
         return sequence
@@ -121,15 +124,29 @@ class Generation:
 
     def take(self, sequence: Sequence, sampled: Sampled) -> None:
         """A sampled token goes out; the request may be finished by it."""
-        leg = self.by_tid[sequence.tid]
         outcome = sequence.append(sampled.token)
-        self.legs.tokens(leg, sampled)
-        if outcome is not None and sequence.probe:
-            self.owner.finished(leg, outcome)
-        elif outcome is not None:
+        self.legs.tokens(self.by_tid[sequence.tid], sampled)
+        if outcome is not None:
+            self.finished(sequence, outcome)
+
+    def streamed(self, sequences: list[Sequence], tokens: list[int]) -> None:
+        """The tokens of those who sit go out."""
+        if self._seated != sequences:
+            self._seated = list(sequences)
+            legs = [self.by_tid[sequence.tid] for sequence in sequences]
+            self._addressed = {}
+            for at, leg in enumerate(legs):
+                ats, rids = self._addressed.setdefault(leg.router, ([], []))
+                ats.append(at)
+                rids.append(leg.rid)
+        for router, (ats, rids) in self._addressed.items():
+            self.legs.drawn(router, rids, tokens if len(ats) == len(tokens) else [tokens[at] for at in ats])
+
+    def finished(self, sequence: Sequence, outcome: Outcome) -> None:
+        if not sequence.probe:
             used = sequence.generated / sequence.sampling.max_tokens
             self.usage += USAGE_MEMORY * (used - self.usage)
-            self.owner.finished(leg, outcome)
+        self.owner.finished(self.by_tid[sequence.tid], outcome)
 
     def leave(self, tid: TransferId) -> None:
         """Forgets the request here; its pages are the ledger's. Idempotent (guard D2)."""

@@ -29,7 +29,7 @@ class WorkerLeg:
     start: Start
     router: bytes  # routing id to answer to
     arrived: float
-    generated: int = 0
+    tokens: list[int] | None = None  # prompt and answer, while it is answered here: its sequence's own
     cached_tokens: int = 0
     tid: TransferId | None = None  # the newest, where it was taken back after a retraction
     offered_by: int | None = None  # prefill: the decode epoch
@@ -41,6 +41,11 @@ class WorkerLeg:
     @property
     def rid(self) -> str:
         return self.start.rid
+
+    @property
+    def generated(self) -> int:
+        """Tokens of this leg's answer."""
+        return 0 if self.tokens is None else len(self.tokens) - len(self.start.token_ids)
 
     @property
     def peer_epoch(self) -> int | None:
@@ -110,7 +115,6 @@ class Legs:
             self._tell(router, Drawn(tuple(rids), tuple(token_ids)))
 
     def tokens(self, leg: WorkerLeg, sampled: Sampled) -> None:
-        leg.generated += 1
         self.sent += not leg.start.probe
         if self._gathered is not None and sampled.logprob is None and not leg.start.probe:
             rids, token_ids = self._gathered.setdefault(leg.router, ([], []))
@@ -119,6 +123,14 @@ class Legs:
             return
         logprobs = () if sampled.logprob is None else (sampled.logprob,)
         self.tell(leg.router, Tokens(leg.rid, (sampled.token,), logprobs))
+
+    def drawn(self, router: bytes, rids: list[str], token_ids: list[int]) -> None:
+        """A plain token for each of these legs of one router, between `gather` and `send`."""
+        assert self._gathered is not None
+        self.sent += len(rids)
+        gathered = self._gathered.setdefault(router, ([], []))
+        gathered[0].extend(rids)
+        gathered[1].extend(token_ids)
 
     def prompt_logprobs(self, leg: WorkerLeg, computed: int, logprobs: tuple[TokenLogprob, ...]) -> None:
         """Those of the positions up to `computed`; the very first token has none."""

@@ -47,7 +47,7 @@ class Siblings:
         for sequence in [] if family is None else family.waiting:
             del self._group_of[sequence.tid]
             self._copy(eldest, sequence)
-            sequence.computed = len(sequence.tokens) - 1
+            sequence.todo = 1
             self._batch.add(sequence)
 
     def leave(self, sequence: Sequence) -> None:

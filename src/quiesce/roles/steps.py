@@ -15,6 +15,7 @@ from quiesce.core.ledger import Ledger
 from quiesce.engine.engine import Result
 from quiesce.engine.grammar import TooComplexError
 from quiesce.roles.engine_thread import EngineThread
+from quiesce.roles.running import Running
 from quiesce.roles.sequence import Batch, Sequence
 
 log = logging.getLogger("quiesce.steps")
@@ -36,27 +37,52 @@ class Steps:
         self.ledger = ledger
         self.page_size = page_size
         self.tell = tell
+        self.running: Running | None = None  # where answers are computed
         self.prompt_tokens_computed = 0  # whether or not their request still wanted them
         self.probing = 0  # steps that were for probes alone
+
+    def run_in(self, running: Running) -> None:
+        self.running, self.batch.left = running, running.leave
 
     def launch(self) -> bool:
         """Starts the next step unless one is under way or there is nothing to compute."""
         if self.thread.busy:
             return False
+        running = self.running
+        if running is not None:
+            self._seat(running)
         candidates = self.batch.plan()
+        short = [] if running is None else [(sequence, 1) for sequence in running.short()]
         room = self.page_size
-        if any(s.computed + count > room * len(s.pages) for s, count in candidates):
-            candidates.sort(key=lambda member: member[0].precedence)
-            candidates = [(s, count) for s, count in candidates if not s.ended and self._make_room(s, count)]
+        if short or any(s.computed + count > room * len(s.pages) for s, count in candidates):
+            everyone = sorted(candidates + short, key=lambda member: member[0].precedence)
+            able = {s.tid for s, count in everyone if not s.ended and self._make_room(s, count)}
+            for sequence, _ in short:  # it sits this step out, until held or lent pages come back
+                if running is not None and sequence.tid not in able and not sequence.ended:
+                    running.leave(sequence)
+                    self.batch.standing[sequence.tid] = sequence
+            candidates = [(s, count) for s, count in candidates if s.tid in able]
         # Whoever was retracted for a member of higher precedence is out again.
         plan = [(sequence, count) for sequence, count in candidates if not sequence.ended]
-        if not plan:
+        seated = running is not None and len(running) > 0
+        if not plan and not seated:
             return False
         for sequence, _ in plan:
             self.ledger.lend(sequence.lease)
         self.batch.under_way = plan
-        self.thread.submit([sequence.row(count) for sequence, count in plan])
+        rows = [sequence.row(count) for sequence, count in plan]
+        if running is not None and seated:
+            running.under_way = True
+            self.thread.submit(rows, running.seats)
+        else:
+            self.thread.submit(rows)
         return True
+
+    def _seat(self, running: Running) -> None:
+        for sequence in [sequence for sequence in self.batch.standing.values() if sequence.can_sit]:
+            if sequence.computed < self.page_size * len(sequence.pages):
+                del self.batch.standing[sequence.tid]
+                running.sit(sequence)
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
         """Pages for its next tokens. When the pool has none, members of lower precedence are retracted, the last
@@ -70,6 +96,8 @@ class Steps:
                 return False
             self.tell.retract(max(juniors, key=lambda junior: junior.precedence))
         sequence.pages.extend(grown)
+        if self.running is not None:
+            self.running.grow(sequence, grown)
         return True
 
     def collect(self) -> bool:
@@ -78,9 +106,13 @@ class Steps:
         if end is None:
             return False
         plan, self.batch.under_way = self.batch.under_way, []
-        self.probing += all(sequence.probe for sequence, _ in plan)
-        for index, (sequence, count) in enumerate(plan):
+        self.probing += all(sequence.probe for sequence, _ in plan) and end.tokens is None
+        for sequence, _ in plan:
             self.ledger.close(sequence.lease, sequence.completed)
+        if self.running is not None and end.tokens is not None:
+            for sequence, error in self.running.ended(end.tokens, end.seat_errors):
+                self.tell.failed(sequence, error)
+        for index, (sequence, count) in enumerate(plan):
             if not sequence.probe:
                 self.prompt_tokens_computed += max(0, min(count, sequence.prompt_tokens - sequence.computed))
             if sequence.ended:
@@ -88,7 +120,7 @@ class Steps:
             if index in end.errors:
                 self.tell.failed(sequence, end.errors[index])
                 continue
-            sequence.computed += count
+            sequence.todo -= count
             sequence.landed = ()
             self.tell.computed(sequence, end.results[index])
         return True

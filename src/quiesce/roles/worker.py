@@ -358,7 +358,7 @@ class Worker(ABC):
     def waiting_tokens(self) -> int:
         """Tokens of prompts that are still to be computed, or to arrive."""
         queued = sum(len(leg.start.token_ids) for leg in self.legs.by_rid.values() if leg.left_queue is None)
-        return queued + sum(len(s.tokens) - s.computed for s in self.batch.members.values() if s.prefilling)
+        return queued + sum(s.todo for s in self.batch.standing.values() if s.prefilling)
 
     @property
     def fault_count(self) -> int:
@@ -369,7 +369,7 @@ class Worker(ABC):
         return self.listener.malformed + self.registration.link.malformed
 
     def _observed(self, event: str, tid: TransferId, pages: Any, lease: Lease | None = None, *closed: Any) -> None:
-        if lease is not None and lease.key.kind is Borrowing.COMPUTE:  # two for each token
+        if lease is not None and lease.key.kind is Borrowing.COMPUTE:  # a step's, or a seat's
             self.ownership.name(tid)
             return
         for observer in (self.ownership, self.holds, self.budget):

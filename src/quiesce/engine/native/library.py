@@ -54,8 +54,9 @@ class Model(Structure):
     )
 
 
+UNDER = 64  # logits under a peak, as in peaks.h
 ROW_FIELDS = 3  # count, start, table: int64
-ABI = 1000000 + ctypes.sizeof(Model) * 1000 + ctypes.sizeof(Layer) + 8 * ROW_FIELDS
+ABI = 2000000 + ctypes.sizeof(Model) * 1000 + ctypes.sizeof(Layer) + 8 * ROW_FIELDS
 
 # As in sampling.h. A temperature of 0 is greedy; `chance` is uniform in [0, 1).
 WISH = np.dtype(
@@ -102,15 +103,25 @@ class Library:
         if self.calls.quiesce_forward(stepper, tokens, rows, count, pages, pool, to):
             raise EngineError(f"the native step ({self.level}) got no memory for this many tokens")
 
-    def logits(self, stepper: Address, hidden: Address, rows: int, out: Address, apart: int) -> None:
-        if self.calls.quiesce_logits(stepper, hidden, rows, out, apart):
+    def logits(self, stepper: Address, hidden: Address, rows: int, out: Address, apart: int, peaks: Address) -> None:
+        """`peaks` [rows, blocks of the vocabulary]: the largest of each block, NaN for one that is not finite."""
+        if self.calls.quiesce_logits(stepper, hidden, rows, out, apart, peaks):
             raise EngineError(f"the native step ({self.level}) got no memory for this many tokens")
 
-    def draw(self, logits: np.ndarray, wishes: np.ndarray) -> None:
+    def draw(self, logits: np.ndarray, wishes: np.ndarray, peaks: np.ndarray | None = None) -> None:
         """`logits` float32 [rows, vocab], each row together; `wishes` [rows] of WISH, whose `token` is filled in: -1
-        for a row that is not finite (where `masked` is set, -inf is fine: a token that is not drawn)."""
-        if self.calls.quiesce_draw(logits.ctypes.data, *logits.shape, wishes.ctypes.data):
+        for a row that is not finite (where `masked` is set, -inf is fine: a token that is not drawn). `peaks`: those
+        that came with the logits; without them the logits are read once more."""
+        known = None if peaks is None else peaks.ctypes.data
+        if self.calls.quiesce_draw(logits.ctypes.data, known, *logits.shape, wishes.ctypes.data):
             raise EngineError(f"the native step ({self.level}) got no memory to draw from {len(logits)} rows")
+
+    def chances(self, seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """`sampler.uniform` of each uint64 seed and int64 position."""
+        out = np.empty(len(seeds))
+        seeds, positions = np.ascontiguousarray(seeds), np.ascontiguousarray(positions)
+        self.calls.quiesce_chances(seeds.ctypes.data, positions.ctypes.data, len(seeds), out.ctypes.data)
+        return out
 
 
 SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -121,8 +132,9 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "quiesce_open": (c_void_p, (POINTER(Model),)),
     "quiesce_close": (None, (c_void_p,)),
     "quiesce_forward": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)),
-    "quiesce_logits": (c_int32, (c_void_p, c_void_p, c_int64, c_void_p, c_int64)),
-    "quiesce_draw": (c_int32, (c_void_p, c_int64, c_int64, c_void_p)),
+    "quiesce_logits": (c_int32, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
+    "quiesce_chances": (None, (c_void_p, c_void_p, c_int64, c_void_p)),
+    "quiesce_draw": (c_int32, (c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
 }
 
 

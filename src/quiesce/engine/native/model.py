@@ -20,6 +20,7 @@ from quiesce.engine.native import library
 from quiesce.engine.native.library import Library
 from quiesce.engine.quantize import int8
 from quiesce.engine.rope import rotary
+from quiesce.engine.seats import Seats
 from quiesce.engine.weights import LayerWeights, Weights
 
 KINDS = {torch.float32: library.FLOAT32, torch.bfloat16: library.BFLOAT16}
@@ -28,13 +29,14 @@ HUGE = 2 << 20  # weights are read from end to end at every step: on large pages
 
 @dataclass(frozen=True)
 class Flat:
-    """A step as the library takes it. `wanted` are the flat tokens whose logits are needed."""
+    """A step as the library takes it. `wanted` are the flat tokens whose logits are needed, those of all seats first;
+    None: all of them."""
 
     tokens: np.ndarray  # int32
     rows: np.ndarray  # int64 [rows, ROW_FIELDS]
     pages: np.ndarray  # int32: all page tables, one after the other
-    wanted: torch.Tensor
-    samplers: list[int]  # the row each wanted token belongs to
+    wanted: torch.Tensor | None
+    samplers: list[int]  # the row each wanted token behind the seats' belongs to
     firsts: dict[int, int]  # row -> its first flat token
 
 
@@ -84,21 +86,31 @@ class NativeModel:
         self._stepper = stepper
         self._close = weakref.finalize(self, to.close, stepper)
 
-    def plan(self, rows: Sequence[Row], kv: KVPool) -> Flat:
-        """Lay out checked rows, in their order."""
+    def plan(self, rows: Sequence[Row], kv: KVPool, seats: Seats | None = None) -> Flat:
+        """Lay out checked rows, in their order, behind those that sit."""
+        seated = 0 if seats is None else len(seats)
+        if seats is not None and not rows:
+            return Flat(seats.tokens.astype(np.int32), seats.described, seats.tables, None, [], {})
         counts = np.array([len(row.tokens) for row in rows], np.int64)
         tables = [row.pages if type(row.pages) is array else array("i", row.pages) for row in rows]
         described = np.empty((len(rows), library.ROW_FIELDS), np.int64)
         described[:, 0] = counts
         described[:, 1] = [row.start for row in rows]
         described[:, 2] = np.cumsum([0, *map(len, tables)])[:-1]
-        ends = np.cumsum(counts)
+        ends = np.cumsum(counts) + seated
         samplers = [number for number, row in enumerate(rows) if row.sample is not None]
+        tokens = np.fromiter(chain.from_iterable([row.tokens for row in rows]), np.int32, int(ends[-1]) - seated)
+        pages = np.frombuffer(b"".join(tables), np.int32)
+        if seats is not None:
+            described[:, 2] += len(seats.tables)
+            described = np.concatenate([seats.described, described])
+            tokens = np.concatenate([seats.tokens.astype(np.int32), tokens])
+            pages = np.concatenate([seats.tables, pages])
         return Flat(
-            tokens=np.fromiter(chain.from_iterable([row.tokens for row in rows]), np.int32, int(ends[-1])),
+            tokens=tokens,
             rows=described,
-            pages=np.frombuffer(b"".join(tables), np.int32),
-            wanted=torch.from_numpy(ends[samplers] - 1),
+            pages=pages,
+            wanted=torch.from_numpy(np.concatenate([np.arange(seated), ends[samplers] - 1])),
             samplers=samplers,
             firsts=dict(enumerate((ends - counts).tolist())),
         )
@@ -119,11 +131,15 @@ class NativeModel:
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Hidden states [n, hidden] from `forward` -> float32 [n, vocab]."""
+        return self.logits_and_peaks(x)[0]
+
+    def logits_and_peaks(self, x: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
+        """The same, and the largest of each `library.UNDER` of a row."""
         x, n, vocab = x.contiguous(), x.shape[0], self.config.vocab_size
-        out = torch.empty((n, vocab))
+        out, peaks = torch.empty((n, vocab)), np.empty((n, -(-vocab // library.UNDER)), np.float32)
         if n:
-            self.library.logits(self._stepper, x.data_ptr(), n, out.data_ptr(), vocab)
-        return out
+            self.library.logits(self._stepper, x.data_ptr(), n, out.data_ptr(), vocab, peaks.ctypes.data)
+        return out, peaks
 
     def _layer(self, layer: LayerWeights) -> library.Layer:
         packed = self._arena.pack

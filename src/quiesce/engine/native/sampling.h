@@ -1,7 +1,6 @@
-// Draws tokens: one pass over a row of logits finds the largest of each block and, where it is wanted, the mass of the
-// whole row; then only the blocks are read again that have a candidate.
+// Draws tokens from logits and their peaks: only blocks are read that have a candidate, or mass that may decide.
 #pragma once
-#include "vectors.h"
+#include "peaks.h"
 #include <algorithm>
 #include <cmath>
 #include <iterator>
@@ -16,17 +15,33 @@ struct Wish {
     int64_t top_k, masked, token;  // masked: -inf is a token that must not be drawn
 };
 
-class Sampler {
-    static constexpr long BLOCK = 64, FLUSH = 16;  // floats; blocks whose float sums are added before a double takes them
-    static constexpr double MARGINS[] = {4, 8, 16};  // how far below the best candidates reach, in turn, by temperature
-    static constexpr float LOWEST = std::numeric_limits<float>::lowest(), NOTHING = -std::numeric_limits<float>::infinity();
+// As `sampler.uniform`: XXH3 of 16 bytes, the seed and the position, as a number in [0, 1).
+inline double uniform(uint64_t seed, uint64_t position) {
+    const uint64_t low = seed ^ 0x1f67b3b7a4a44072 ^ 0x78e5c0cc4ee679cb, high = position ^ 0x2172ffcc7dd05a82 ^ 0x8e2443f7744608b8;
+    const unsigned __int128 product = (unsigned __int128)low * high;
+    uint64_t mixed = 16 + __builtin_bswap64(low) + high + ((uint64_t)product ^ (uint64_t)(product >> 64));
+    mixed = (mixed ^ mixed >> 37) * 0x165667919e3779f9;
+    mixed ^= mixed >> 32;
+    return (double)(mixed >> 11) * 0x1p-53;
+}
 
-    const float *x;
-    long n;
+class Sampler {
+    static constexpr long FLUSH = 16;  // blocks whose float sums are added before a double takes them
+    static constexpr double MARGINS[] = {4, 8, 16};  // how far below the best candidates reach, in turn, by temperature
+    static constexpr double DEPTHS[] = {10, 14, 18};  // and how far blocks are weighed
+    static constexpr float LOWEST = std::numeric_limits<float>::lowest();
+    static constexpr float ABOVE_ALL = std::numeric_limits<float>::infinity();
+    static constexpr double ROUNDED = 1.00001;  // the rest of the mass is not estimated too low
+
+    const float *x, *peaks;
+    long n, blocks;
     float best;
-    double mass;                     // the sum of exp((x - best) / temperature)
-    std::vector<float> largest_of;   // of each block
+    double mass, rest;               // the sum of exp((x - best) / temperature) in what was weighed; at most, elsewhere
+    float weighed;                   // blocks whose peak reaches this are
+    std::vector<float> own;          // peaks that did not come with the logits
     std::vector<float> sorting;
+    float high;                      // candidates that reach this have been found
+    size_t margins;                  // used up
     std::vector<uint64_t> found;     // candidates, each its rank: value falling, then id rising
     std::vector<double> reach;       // running sum of the candidates' exp, in the order of their ranks
     std::vector<int32_t> ids;
@@ -44,9 +59,9 @@ class Sampler {
 
     // Calls f with every vector of a block; beyond the end of the row there is nothing.
     template <class F> void each(long block, F f) const {
-        const long first = block * BLOCK;
-        if (first + BLOCK <= n) {
-            for (long i = 0; i < BLOCK; i += W) f(load(x + first + i));
+        const long first = block * UNDER;
+        if (first + UNDER <= n) {
+            for (long i = 0; i < UNDER; i += W) f(load(x + first + i));
             return;
         }
         for (long i = first; i < n; i += W) {
@@ -56,46 +71,42 @@ class Sampler {
         }
     }
 
-    // False: not finite.
-    bool survey(bool weigh, double temperature, bool masked) {
-        const Floats scale = splat((float)(1.4426950408889634 / temperature));
-        Floats poison = {}, sums = {};
-        const long blocks = up(n, BLOCK) / BLOCK;
-        largest_of.resize(blocks);
-        best = NOTHING;
-        mass = 0;
+    // Tells memory which blocks are about to be read: their places are in no order that it could guess.
+    void fetch(float low, float below) const {
+        for (long b = 0; b < blocks; b++)
+            if (peaks[b] >= low && peaks[b] < below)
+                for (long i = 0; i < UNDER; i += 16) __builtin_prefetch(x + b * UNDER + i, 0, 3);
+    }
+
+    // Weighs the blocks whose peak reaches `low`, and bounds what the others can weigh.
+    void weigh(float low, double temperature) {
+        const Floats scale = splat((float)(1.4426950408889634 / temperature)), top = splat(best);
+        Floats sums = {}, others = {};
+        long taken = 0;
+        fetch(low, weighed);
         for (long b = 0; b < blocks; b++) {
-            Floats top = splat(NOTHING);
-            Floats spoilt = poison;
-            each(b, [&](Floats v) {
-                top = larger(top, v);
-                spoilt = fma(v, splat(0), spoilt);
-            });
-            if ((b + 1) * BLOCK <= n)
-                poison = spoilt;
-            else  // what fills up the last block is not finite
-                for (long i = b * BLOCK; i < n; i++) poison[0] += x[i] * 0;
-            const float here = largest_of[b] = largest(top);
-            if (here > best) {
-                mass = (mass + sum(sums)) * std::exp(((double)best - here) / temperature);
-                sums = Floats{};
-                best = here;
-            }
-            if (weigh && here > NOTHING) {
-                const Floats least = splat(best);
-                each(b, [&](Floats v) { sums += exp2((v - least) * scale); });
-            }
-            if (b % FLUSH == FLUSH - 1) mass += sum(sums), sums = Floats{};
+            if (peaks[b] < low || peaks[b] >= weighed) continue;
+            each(b, [&](Floats v) { sums += exp2((v - top) * scale); });
+            if (++taken % FLUSH == 0) mass += sum(sums), sums = Floats{};
         }
         mass += sum(sums);
-        return best > NOTHING && (masked || sum(poison) == 0);
+        weighed = low;
+        long b = 0;
+        for (; b + W <= blocks; b += W) {
+            const Floats v = load(peaks + b);
+            others += pick(v < low, exp2((v - top) * scale), Floats{});
+        }
+        rest = sum(others);
+        for (; b < blocks; b++)
+            if (peaks[b] < low) rest += std::exp(((double)peaks[b] - best) / temperature);
+        rest *= UNDER * ROUNDED;
     }
 
     // Candidates of low <= value < high.
     void collect(float low, float high) {
-        for (size_t b = 0; b < largest_of.size(); b++) {
-            if (largest_of[b] < low) continue;
-            for (long i = b * BLOCK; i < (long)(b + 1) * BLOCK && i < n; i++)
+        for (long b = 0; b < blocks; b++) {
+            if (peaks[b] < low) continue;
+            for (long i = b * UNDER; i < (b + 1) * UNDER && i < n; i++)
                 if (x[i] >= low && x[i] < high) found.push_back(rank(x[i], i));
         }
     }
@@ -107,15 +118,15 @@ class Sampler {
     }
 
     // The first id whose reach is above this; what rounding left over goes to the best.
-    int64_t pick(double goal) const {
+    int64_t fall_on(double goal) const {
         const size_t at = std::upper_bound(reach.begin(), reach.end(), goal) - reach.begin();
         return ids[at < ids.size() ? at : 0];
     }
 
     int64_t first_best() const {
-        for (size_t b = 0;; b++)
-            if (largest_of[b] == best)
-                for (long i = b * BLOCK;; i++)
+        for (long b = 0;; b++)
+            if (peaks[b] == best)
+                for (long i = b * UNDER;; i++)
                     if (x[i] == best) return i;
     }
 
@@ -123,12 +134,13 @@ class Sampler {
     int64_t among_kept(const Wish &wish, long kept) {
         float low = LOWEST;
         if (wish.min_p > 0) low = std::max(low, (float)(best + wish.temperature * std::log(wish.min_p)));
-        if (kept <= (long)largest_of.size()) {  // so many blocks reach it, so the kept ones do
-            sorting = largest_of;
+        if (kept <= blocks) {  // so many blocks reach it, so the kept ones do
+            sorting.assign(peaks, peaks + blocks);
             std::nth_element(sorting.begin(), sorting.begin() + kept - 1, sorting.end(), std::greater<float>());
             low = std::max(low, sorting[kept - 1]);
         }
-        collect(low, std::numeric_limits<float>::infinity());
+        fetch(low, ABOVE_ALL);
+        collect(low, ABOVE_ALL);
         if ((long)found.size() > kept) {
             std::nth_element(found.begin(), found.begin() + kept, found.end());
             found.resize(kept);
@@ -136,7 +148,7 @@ class Sampler {
         std::sort(found.begin(), found.end());
         for (uint64_t rank : found) take(rank, wish.temperature);
         if (wish.top_p < 1) nucleus(wish.top_p * reach.back());
-        return pick(wish.chance * reach.back());
+        return fall_on(wish.chance * reach.back());
     }
 
     void nucleus(double mass_wanted) {
@@ -144,40 +156,67 @@ class Sampler {
         if (at < reach.size()) reach.resize(at + 1), ids.resize(at + 1);
     }
 
-    // Candidates in the order of their ranks until they reach far enough, wider and wider below the best.
+    // Takes candidates in the order of their ranks until they reach the goal, wider and wider below the best. False: all
+    // there are do not.
+    bool take_until(double goal, bool beyond, double temperature) {
+        for (;;) {
+            if (!reach.empty() && (beyond ? reach.back() > goal : reach.back() >= goal)) return true;
+            while (found.empty()) {
+                if (margins > std::size(MARGINS)) return false;
+                const bool last = margins == std::size(MARGINS);
+                const float low = last ? LOWEST : std::max(LOWEST, (float)(best - MARGINS[margins] * temperature));
+                margins++;
+                collect(low, high);
+                high = low;
+                std::make_heap(found.begin(), found.end(), std::greater<uint64_t>());
+            }
+            std::pop_heap(found.begin(), found.end(), std::greater<uint64_t>());
+            take(found.back(), temperature);
+            found.pop_back();
+        }
+    }
+
+    // The candidate at which top-p cuts, or on which chance falls, is the same for the least and the most that the
+    // row can weigh; where it is not, more of the row is weighed.
     int64_t among_all(const Wish &wish) {
         const bool cut = wish.top_p < 1;
-        const double goal = (cut ? wish.top_p : wish.chance) * mass;
-        float high = std::numeric_limits<float>::infinity();
-        for (size_t turn = 0; turn <= std::size(MARGINS); turn++) {
-            const bool last = turn == std::size(MARGINS);
-            const float low = last ? LOWEST : std::max(LOWEST, (float)(best - MARGINS[turn] * wish.temperature));
-            found.clear();
-            collect(low, high);
-            high = low;
-            std::make_heap(found.begin(), found.end(), std::greater<uint64_t>());
-            while (!found.empty()) {
-                std::pop_heap(found.begin(), found.end(), std::greater<uint64_t>());
-                take(found.back(), wish.temperature);
-                found.pop_back();
-                if (cut ? reach.back() >= goal : reach.back() > goal)
-                    return cut ? pick(wish.chance * reach.back()) : ids.back();
+        const double share = cut ? wish.top_p : wish.chance;
+        high = ABOVE_ALL, margins = 0;
+        mass = 0, weighed = ABOVE_ALL;
+        for (size_t turn = 0;; turn++) {
+            const bool all = turn == std::size(DEPTHS);
+            weigh(all ? LOWEST : std::max(LOWEST, (float)(best - DEPTHS[turn] * wish.temperature)), wish.temperature);
+            const double least = share * mass, most = share * (mass + rest);
+            const bool there = take_until(least, !cut, wish.temperature);
+            const auto at = cut ? std::lower_bound(reach.begin(), reach.end(), least)
+                                : std::upper_bound(reach.begin(), reach.end(), least);
+            if (!there && !all) continue;
+            if (there && !all && !(cut ? *at >= most : *at > most)) continue;
+            if (!cut) return ids[there ? at - reach.begin() : 0];
+            if (there) {
+                ids.resize(at - reach.begin() + 1);
+                reach.resize(ids.size());
             }
+            return fall_on(wish.chance * reach.back());
         }
-        return cut ? pick(wish.chance * reach.back()) : ids[0];
     }
 
   public:
-    // logits [n] -> wish.token
-    void draw(const float *logits, long vocab, Wish &wish) {
-        x = logits, n = vocab;
+    // logits [n] and, where they are known, their peaks -> wish.token
+    void draw(const float *logits, const float *known, long vocab, Wish &wish) {
+        x = logits, n = vocab, blocks = blocks_of(vocab), peaks = known;
         found.clear(), reach.clear(), ids.clear();
-        const bool greedy = wish.temperature == 0, some = wish.top_k > 0 || wish.min_p > 0;
-        if (!survey(!greedy && !some, greedy ? 1 : wish.temperature, wish.masked))
+        if (!peaks) {
+            own.resize(blocks);
+            find_peaks(x, n, wish.masked, own.data());
+            peaks = own.data();
+        }
+        best = peak(peaks, blocks, wish.masked);
+        if (!(best > NOTHING))  // nothing may be drawn, or NaN
             wish.token = -1;
-        else if (greedy)
+        else if (wish.temperature == 0)
             wish.token = first_best();
-        else if (some)
+        else if (wish.top_k > 0 || wish.min_p > 0)
             wish.token = among_kept(wish, wish.top_k > 0 && wish.top_k < vocab ? wish.top_k : vocab);
         else
             wish.token = among_all(wish);

@@ -38,7 +38,7 @@ struct Stepper {
     virtual ~Stepper() = default;
     virtual void forward(const int32_t *tokens, const Row *rows, long row_count, const int32_t *pages, void *pool,
                          float *hidden) = 0;
-    virtual void logits(const float *hidden, long rows, float *out, long outs) = 0;
+    virtual void logits(const float *hidden, long rows, float *out, long outs, float *peaks) = 0;
 };
 
 // T: weights, C: cache
@@ -103,11 +103,13 @@ template <class T, class C> struct StepOf : Stepper {
         team.run(work);
     }
 
-    void logits(const float *hidden, long n, float *out, long outs) override {
+    void logits(const float *hidden, long n, float *out, long outs, float *peaks) override {
         reserve(n);
         auto work = [&](int part) {
             normalise(hidden, n, m.norm, part);
-            times(normed, m.hidden, m.head, m.vocab, n, out, outs, false, part);
+            team.meet();
+            const Matrix head{m.head, m.vocab, m.hidden};
+            product_and_peaks<T>(normed.data(), padded(m.hidden), n, head, out, outs, peaks, part, team.size);
         };
         team.run(work);
     }
@@ -258,7 +260,7 @@ template <class F> auto with_kind(int kind, F f) {
 #define API extern "C" __attribute__((visibility("default")))
 
 // Sizes of the structures above, so that a stale library is noticed.
-API int64_t quiesce_abi() { return 1000000 + sizeof(Model) * 1000 + sizeof(Layer) + sizeof(Row); }
+API int64_t quiesce_abi() { return 2000000 + sizeof(Model) * 1000 + sizeof(Layer) + sizeof(Row); }
 
 API int64_t quiesce_packed_bytes(int32_t kind, int64_t n, int64_t depth) {
     return with_kind(kind, [&](auto t) { return packed_bytes<decltype(t)>(n, depth); });
@@ -307,21 +309,27 @@ API int32_t quiesce_forward(void *stepper, const int32_t *tokens, const Row *row
     }
 }
 
-// out [rows, vocab], rows `outs` floats apart. 0, or 1: no memory.
-API int32_t quiesce_logits(void *stepper, const float *hidden, int64_t rows, float *out, int64_t outs) {
+// out [rows, vocab], rows `outs` floats apart; peaks [rows, blocks of the vocabulary]. 0, or 1: no memory.
+API int32_t quiesce_logits(void *stepper, const float *hidden, int64_t rows, float *out, int64_t outs, float *peaks) {
     try {
-        ((Stepper *)stepper)->logits(hidden, rows, out, outs);
+        ((Stepper *)stepper)->logits(hidden, rows, out, outs, peaks);
         return 0;
     } catch (const std::bad_alloc &) {
         return 1;
     }
 }
 
-// Draws one token for each row of `logits` [rows, vocab]. 0, or 1: no memory.
-API int32_t quiesce_draw(const float *logits, int64_t rows, int64_t vocab, Wish *wishes) {
+// What falls on the tokens at these positions, in [0, 1).
+API void quiesce_chances(const uint64_t *seeds, const int64_t *positions, int64_t n, double *chances) {
+    for (int64_t i = 0; i < n; i++) chances[i] = uniform(seeds[i], (uint64_t)positions[i]);
+}
+
+// Draws one token for each row of `logits` [rows, vocab]; `peaks`: theirs, or null. 0, or 1: no memory.
+API int32_t quiesce_draw(const float *logits, const float *peaks, int64_t rows, int64_t vocab, Wish *wishes) {
     static thread_local Sampler sampler;
     try {
-        for (int64_t row = 0; row < rows; row++) sampler.draw(logits + row * vocab, vocab, wishes[row]);
+        for (int64_t row = 0; row < rows; row++)
+            sampler.draw(logits + row * vocab, peaks ? peaks + row * blocks_of(vocab) : nullptr, vocab, wishes[row]);
         return 0;
     } catch (const std::bad_alloc &) {
         return 1;

@@ -166,6 +166,8 @@ inline Floats pick(Ints which, Floats a, Floats b) { return (Floats)(((Ints)a & 
 inline Floats larger(Floats a, Floats b) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
 #else
     return pick(a > b, a, b);
 #endif
@@ -182,6 +184,10 @@ inline float sum(Floats x) {
 inline float largest(Floats x) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)x);
+#elif defined(__AVX2__)
+    __m128 half = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_max_ss(half, _mm_shuffle_ps(half, half, 1)));
 #else
     float best = x[0];
     for (int i = 1; i < W; i++) best = x[i] > best ? x[i] : best;

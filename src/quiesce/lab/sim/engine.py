@@ -12,9 +12,13 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from quiesce.core.fingerprint import Fingerprint
+from quiesce.core.messages import TransferId
 from quiesce.engine.engine import Result
 from quiesce.engine.sampler import Sampled
+from quiesce.engine.seats import Seats
 from quiesce.lab.sim.world import World
 from quiesce.roles.engine_thread import StepEnd
 
@@ -77,17 +81,18 @@ class SimEngine:
 class SimThread:
     """As `roles.engine_thread.EngineThread`: a step takes virtual time, reads at its start and writes at its end.
 
-    `plan()`: whose rows these are. `broken(what)`: a page that was read is not what it should be, or a page that is
-    written is not its request's any more."""
+    `plan()`: whose rows these are, those who sit last. `broken(what)`: a page that was read is not what it should be,
+    or a page that is written is not its request's any more."""
 
     def __init__(self, engine: SimEngine) -> None:
         self.engine = engine
         self.busy = False
         self.steps = 0
-        self.rows: list[Any] = []
-        self.whose: list[Any] = []
+        self.rows: list[Any] = []  # those who sit last
+        self.seated: int | None = None
+        self.whose: list[TransferId] = []
         self._done: deque[StepEnd] = deque()
-        self.plan: Callable[[], list[Any]]
+        self.plan: Callable[[], list[TransferId]]
         self.later: Callable[[float, Callable[[], None]], None]
         self.foreign: Callable[[int, Any], bool]
         self.broken: Callable[..., None]
@@ -100,15 +105,16 @@ class SimThread:
     def stop(self) -> None:
         pass
 
-    def submit(self, rows: list[Any]) -> None:
+    def submit(self, rows: list[Any], seats: Seats | None = None) -> None:
         assert not self.busy, "one step at a time"
-        self.busy, self.rows, self.whose = True, rows, self.plan()
+        self.seated = None if seats is None else len(seats)
+        self.busy, self.rows, self.whose = True, rows + ([] if seats is None else seats.rows()), self.plan()
         tokens = 0
-        for row, (sequence, _) in zip(rows, self.whose, strict=True):
+        for row, tid in zip(self.rows, self.whose, strict=True):
             tokens += len(row.tokens)
             wrong = self.engine.memory.wrong(row.pages, row.history, row.start, self.engine.page_size)
             if wrong is not None:
-                self.broken("read", sequence.tid, wrong)
+                self.broken("read", tid, wrong)
                 return
         share = tokens / (self.world.chunk + self.world.max_running)
         self.later(self.world.step * (0.5 + share) * (0.9 + 0.2 * self.rng.random()), self._end)
@@ -116,12 +122,12 @@ class SimThread:
     def _end(self) -> None:
         end = StepEnd([])
         size, memory = self.engine.page_size, self.engine.memory
-        for index, (row, (sequence, _)) in enumerate(zip(self.rows, self.whose, strict=True)):
+        for index, (row, tid) in enumerate(zip(self.rows, self.whose, strict=True)):
             last = row.start + len(row.tokens)
             for place in range(row.start // size, -(-last // size)):
                 page = row.pages[place]
-                if self.foreign(page, sequence.tid):
-                    self.broken("step", sequence.tid, page)
+                if self.foreign(page, tid):
+                    self.broken("step", tid, page)
                     return
                 if place * size >= row.start:
                     memory.write(page, row.history[place * size])
@@ -133,6 +139,12 @@ class SimThread:
             else:
                 prompt = row.prompt_tokens
                 end.results.append(Result(Sampled(token_of(row.history[prompt - 1], last - prompt))))
+        if self.seated is not None:
+            standing = len(self.rows) - self.seated
+            drawn, end.results = end.results[standing:], end.results[:standing]
+            end.tokens = np.array([result.sampled.token if result.sampled else 0 for result in drawn], np.int64)
+            end.seat_errors = {at - standing: error for at, error in end.errors.items() if at >= standing}
+            end.errors = {at: error for at, error in end.errors.items() if at < standing}
         self._done.append(end)
 
     def take(self) -> StepEnd | None:

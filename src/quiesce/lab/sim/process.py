@@ -90,11 +90,16 @@ class Process(Owner):
 
     def _engine_thread(self) -> None:
         thread, cluster = self.worker.thread, self.cluster
-        thread.plan = lambda: self.worker.batch.under_way
+        thread.plan = self._in_the_step
         thread.later = self._step_ends
         thread.foreign = self._foreign
         thread.broken = self._read_broken
         thread.rng, thread.world = cluster.engine_rng, cluster.world
+
+    def _in_the_step(self) -> list[TransferId]:
+        steps = self.worker.steps
+        seated = [] if steps.running is None else steps.running.sequences
+        return [sequence.tid for sequence in (*(s for s, _ in self.worker.batch.under_way), *seated)]
 
     def _foreign(self, page: int, tid: TransferId) -> bool:
         """A step of this request must not write here."""

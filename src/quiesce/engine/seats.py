@@ -1,0 +1,194 @@
+"""Rows that are computed a token at a time, step after step, kept as arrays: what a step needs of them is there
+already, and only what changes from step to step is touched.
+
+Seats 0 to n - 1 are taken, with no gap: whoever leaves is replaced by the last. An engine reads them during a step,
+so they change between steps only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quiesce.core.messages import Sampling
+from quiesce.engine.batch import Row
+from quiesce.engine.config import ModelConfig
+from quiesce.engine.errors import EngineError
+from quiesce.engine.kv import KVPool
+from quiesce.engine.native.library import ROW_FIELDS, WISH
+from quiesce.engine.penalties import needs_history
+from quiesce.engine.sampler import GREEDY_BELOW, MASK
+
+NARROWEST = 8  # pages of the table of a seat
+
+
+def can_sit(sampling: Sampling) -> bool:
+    """Whether a token is drawn from the logits as they are, and only the token is wanted."""
+    return not needs_history(sampling) and not sampling.logit_bias and sampling.logprobs is None
+
+
+@dataclass(frozen=True)
+class Sitter:
+    """What of a seat is no number: `history` is the request's own list, which ends with the token to compute."""
+
+    history: Sequence[int]
+    prompt_tokens: int
+    sampling: Sampling
+
+
+class Seats:
+    def __init__(self, most: int, page_size: int) -> None:
+        self.page_size = page_size
+        self._n = 0
+        self._sitters: list[Sitter] = []
+        self._token = np.zeros(most, np.int64)
+        self._rows = np.zeros((most, ROW_FIELDS), np.int64)  # as the native step takes them: count, start, table
+        self._rows[:, 0] = 1
+        self._held = np.zeros(most, np.int64)  # pages
+        self._seed = np.zeros(most, np.uint64)
+        self._wishes = np.zeros(most, WISH)
+        self._pages = np.zeros((most, NARROWEST), np.int32)
+        self._place_tables()
+        self._drawing = 0  # seats that are not greedy
+
+    def __len__(self) -> int:
+        return self._n
+
+    # ------------------------------------------------------------ who sits
+
+    def take(self, history: Sequence[int], prompt_tokens: int, sampling: Sampling, pages: Sequence[int]) -> int:
+        """A seat for a request of which all but the last token is computed."""
+        at = self._n
+        self._n += 1
+        self._sitters.append(Sitter(history, prompt_tokens, sampling))
+        self._token[at], self._rows[at, 1] = history[-1], len(history) - 1
+        self._held[at] = 0
+        self._seed[at] = sampling.seed & MASK
+        wish = self._wishes[at]
+        wish["temperature"] = 0.0 if sampling.temperature < GREEDY_BELOW else sampling.temperature
+        wish["top_p"], wish["min_p"], wish["top_k"] = sampling.top_p, sampling.min_p, sampling.top_k
+        wish["chance"], wish["masked"] = 0.0, 0
+        self._drawing += bool(wish["temperature"])
+        self.add_pages(at, pages)
+        return at
+
+    def leave(self, seat: int) -> int | None:
+        """The seat is free, and whoever sat last sits there now: that one's former seat, or None."""
+        self._drawing -= bool(self._wishes["temperature"][seat])
+        self._n -= 1
+        last, sitter = self._n, self._sitters.pop()
+        if seat == last:
+            return None
+        self._sitters[seat] = sitter
+        for each in (self._token, self._held, self._seed, self._wishes, self._pages):
+            each[seat] = each[last]
+        self._rows[seat, 1] = self._rows[last, 1]
+        return last
+
+    def add_pages(self, seat: int, pages: Sequence[int]) -> None:
+        held = int(self._held[seat])
+        most = held + len(pages)
+        if most > self._pages.shape[1]:
+            wider = np.zeros((len(self._pages), max(most, 2 * self._pages.shape[1])), np.int32)
+            wider[:, : self._pages.shape[1]] = self._pages
+            self._pages = wider
+            self._place_tables()
+        self._pages[seat, held:most] = pages
+        self._held[seat] = most
+
+    def _place_tables(self) -> None:
+        self._rows[:, 2] = np.arange(len(self._rows)) * self._pages.shape[1]
+
+    # ------------------------------------------------------------ from step to step
+
+    def short(self) -> list[int]:
+        """The seats whose next token has no page to go to."""
+        return np.flatnonzero(self.starts >= self._held[: self._n] * self.page_size).tolist()
+
+    def advance(self, tokens: np.ndarray) -> None:
+        """A step has computed everyone's token and drawn the next."""
+        self._token[: self._n] = tokens
+        self._rows[: self._n, 1] += 1
+
+    # ------------------------------------------------------------ what a step reads
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return self._token[: self._n]
+
+    @property
+    def starts(self) -> np.ndarray:
+        return self._rows[: self._n, 1]
+
+    @property
+    def described(self) -> np.ndarray:
+        """int64 [n, ROW_FIELDS], whose tables are in `tables`."""
+        return self._rows[: self._n]
+
+    @property
+    def tables(self) -> np.ndarray:
+        """int32, flat: the page tables of all seats, each as wide."""
+        return self._pages[: self._n].reshape(-1)
+
+    @property
+    def held(self) -> np.ndarray:
+        """Pages of each."""
+        return self._held[: self._n]
+
+    @property
+    def written(self) -> np.ndarray:
+        """The page that each seat's token goes to."""
+        places = self.starts // self.page_size
+        pages: np.ndarray = self._pages[np.arange(self._n), places]
+        return pages
+
+    @property
+    def all_greedy(self) -> bool:
+        return not self._drawing
+
+    @property
+    def seeds(self) -> np.ndarray:
+        return self._seed[: self._n]
+
+    @property
+    def wishes(self) -> np.ndarray:
+        return self._wishes[: self._n]
+
+    def samplings(self) -> list[Sampling]:
+        return [sitter.sampling for sitter in self._sitters]
+
+    def rows(self) -> list[Row]:
+        """The same as rows of their own, for whatever takes no arrays."""
+        return [
+            Row(
+                tokens=[token],
+                start=start,
+                pages=self._pages[at, : self._held[at]].tolist(),
+                sample=sitter.sampling,
+                history=sitter.history,
+                prompt_tokens=sitter.prompt_tokens,
+            )
+            for at, (sitter, token, start) in enumerate(
+                zip(self._sitters, self.tokens.tolist(), self.starts.tolist(), strict=True)
+            )
+        ]
+
+
+def check_seats(seats: Seats, rows: Sequence[Row], config: ModelConfig, kv: KVPool, context_length: int) -> None:
+    """As `batch.check_rows`, of all at once; `rows` are sound among themselves. Raises EngineError."""
+    starts, tokens = seats.starts, seats.tokens
+    if starts.min() < 0 or starts.max() >= context_length:
+        raise EngineError(f"a seat's token is past the context length of {context_length}")
+    if tokens.min() < 0 or tokens.max() >= config.vocab_size:
+        raise EngineError(f"a seat has a token outside 0..{config.vocab_size - 1}")
+    if seats.short():
+        raise EngineError(f"seats {seats.short()} have no page for their token")
+    if seats.tables.min() < 0 or seats.tables.max() >= kv.pages:
+        raise EngineError(f"a seat names a page outside 0..{kv.pages - 1}")
+    written = seats.written.tolist()
+    for row in rows:
+        written += set(row.pages[row.start // kv.page_size : -(-row.end // kv.page_size)])
+    if len(set(written)) < len(written):
+        raise EngineError("two of a step's seats and rows write one page")
