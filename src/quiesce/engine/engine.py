@@ -174,7 +174,8 @@ class Engine:
         if isinstance(self._model, Model):
             results = self.run([*seats.rows(), *rows])
             return np.array([result.sampled.token for result in results[:n] if result.sampled], np.int64), results[n:]
-        self._check(rows)
+        if rows:
+            self._check(rows)
         check_seats(seats, rows, self.model_config, self.kv, self.context_length)
         with torch.inference_mode(), self._under_way():
             batch = self._model.plan(rows, self.kv, seats)
@@ -182,7 +183,7 @@ class Engine:
             lines, peaks = self._lines(batch, hidden)
             assert peaks is not None
             tokens = self._drawer.draw_seated(seats, lines[:n], peaks[:n])
-            results, bad = self._results(rows, batch, hidden, lines[n:], peaks[n:])
+            results, bad = self._results(rows, batch, hidden, lines[n:], peaks[n:]) if rows else ([], set())
         if bad or tokens.min() < 0:
             raise NonFiniteLogits([*np.flatnonzero(tokens < 0).tolist(), *(n + number for number in sorted(bad))])
         return tokens, results

@@ -52,6 +52,7 @@ class Seats:
         self._pages = np.zeros((most, NARROWEST), np.int32)
         self._place_tables()
         self._drawing = 0  # seats that are not greedy
+        self.lowest_page = self.highest_page = 0  # that a seat has ever had
 
     def __len__(self) -> int:
         return self._n
@@ -96,6 +97,7 @@ class Seats:
             self._pages = wider
             self._place_tables()
         self._pages[seat, held:most] = pages
+        self.lowest_page, self.highest_page = min(self.lowest_page, *pages), max(self.highest_page, *pages)
         self._held[seat] = most
 
     def _place_tables(self) -> None:
@@ -105,7 +107,8 @@ class Seats:
 
     def short(self) -> list[int]:
         """The seats whose next token has no page to go to."""
-        return np.flatnonzero(self.starts >= self._held[: self._n] * self.page_size).tolist()
+        found: list[int] = (self.starts >= self._held[: self._n] * self.page_size).nonzero()[0].tolist()
+        return found
 
     def advance(self, tokens: np.ndarray) -> None:
         """A step has computed everyone's token and drawn the next."""
@@ -185,7 +188,7 @@ def check_seats(seats: Seats, rows: Sequence[Row], config: ModelConfig, kv: KVPo
         raise EngineError(f"a seat has a token outside 0..{config.vocab_size - 1}")
     if seats.short():
         raise EngineError(f"seats {seats.short()} have no page for their token")
-    if seats.tables.min() < 0 or seats.tables.max() >= kv.pages:
+    if seats.lowest_page < 0 or seats.highest_page >= kv.pages:
         raise EngineError(f"a seat names a page outside 0..{kv.pages - 1}")
     written = seats.written.tolist()
     for row in rows:

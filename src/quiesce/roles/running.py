@@ -115,7 +115,7 @@ class Running:
         drawn = tokens.tolist()
         deque(map(list.append, self._histories, drawn), maxlen=0)
         stopped = (self._stops[:n] == tokens[:, None]).any(axis=1)
-        over = np.flatnonzero(stopped | (self._left[:n] <= 0)).tolist()
+        over = (stopped | (self._left[:n] <= 0)).nonzero()[0].tolist()
         self.hearers.streamed(self.sequences, drawn)
         for sequence, stop in [(self.sequences[seat], stopped[seat]) for seat in over]:
             self.hearers.finished(sequence, "stop" if stop else "length")

@@ -20,6 +20,8 @@ from quiesce.roles.sequence import Batch, Sequence
 
 log = logging.getLogger("quiesce.steps")
 
+AHEAD = 8  # pages that an answer takes at a time while more than half of the pool is free
+
 
 @dataclass(frozen=True)
 class Listeners:
@@ -90,6 +92,9 @@ class Steps:
         missing = pages_for(sequence.computed + count, self.page_size) - len(sequence.pages)
         if missing <= 0:
             return True
+        if sequence.seat is not None and 2 * self.ledger.pool.free > self.ledger.pool.count:
+            whole = pages_for(sequence.prompt_tokens + sequence.sampling.max_tokens, self.page_size)
+            missing = max(missing, min(AHEAD, whole - len(sequence.pages)))
         while (grown := self.ledger.grow(sequence.tid, missing)) is None:
             juniors = [s for s in self.batch.members.values() if s.precedence > sequence.precedence]
             if not juniors:
