@@ -83,6 +83,21 @@ def test_a_row_has_the_same_bits_in_any_company(level: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("dtype", list(KINDS))
+@pytest.mark.parametrize("depth", [383, 385, 769, 1153])
+def test_deep_and_tall_products_are_right_and_the_same_in_any_company(level: str, dtype: str, depth: int) -> None:
+    """Deeper, and of more rows, than what is kept in caches at a time, and not by a multiple."""
+    packed = Packed(load(level), dtype, 55, depth, seed=3)
+    x = torch.randn((101, depth), generator=torch.Generator().manual_seed(4)).bfloat16().float().numpy()
+    whole = packed.times(x)
+    want = x.astype(np.float64) @ packed.matrix.T + packed.bias
+    scale = np.outer(np.linalg.norm(x, axis=1), np.linalg.norm(packed.matrix, axis=1)) + 1
+    assert (np.abs(whole - want) / scale).max() < ALLOWED
+    for first, rows in [(0, 1), (100, 1), (45, 3), (44, 9), (1, 48), (47, 49), (2, 97)]:
+        assert np.array_equal(packed.times(x[first : first + rows]), whole[first : first + rows])
+
+
+@pytest.mark.parametrize("level", levels())
 def test_nothing_is_written_past_the_result(level: str) -> None:
     packed = Packed(load(level), "float32", 5, 7, seed=2)
     room = (ctypes.c_float * 64)(*[7.5] * 64)

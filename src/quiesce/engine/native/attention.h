@@ -16,22 +16,13 @@ constexpr int ACROSS = 2 * W;  // columns computed at a time
 // Memory that is to come while something else is computed, a cache line at a time: many at once would be waited for.
 class Expected {
   public:
-    // A few lines, of which each call asks for the next; the last is asked for again, which costs nothing.
-    struct Lines {
-        const char *at, *last;
-        inline __attribute__((always_inline)) void operator()() {
-            __builtin_prefetch(at, 0, 2);
-            at += at < last ? 64 : 0;
-        }
-    };
-
     void clear() { runs.clear(), begun = 0, at = end = &none; }
     void add(const void *from, long bytes) { runs.push_back({(const char *)from, (const char *)from + bytes}); }
     Lines take(long lines) {
         if (at == end && begun < runs.size()) at = runs[begun].first, end = runs[begun++].second;
         const char *from = at;
         at = end - at > 64 * lines ? at + 64 * lines : end;
-        return {from, at == from ? at : at - 1};
+        return {from, at == from ? at : at - 1};  // a few, each call asking for one
     }
 
   private:

@@ -41,8 +41,10 @@ template <class T> void pack(const T *matrix, const float *scale, const float *b
 template <int R, int S, class T, class F>
 __attribute__((noinline)) void multiply(Floats (&sums)[R][S], const Act<T> *x, long apart, const T *w, long across,
                                         long depth, F meanwhile) {
-    Floats acc[R][S];
-    memcpy(acc, sums, sizeof acc);
+    struct Tile {
+        Floats at[R][S];
+    } tile = (Tile &)sums;  // copied as a structure: after a memcpy of theirs the compiler may leave sums in memory
+    auto &acc = tile.at;
     // Rows by three pointers and one distance: what an address can be made of without a register for each row.
     const Act<T> *rows[3] = {x, x + 3 * apart, x + 6 * apart};
     for (long k = 0; k < depth; k += UNIT<T>) {
@@ -70,7 +72,7 @@ __attribute__((noinline)) void multiply(Floats (&sums)[R][S], const Act<T> *x, l
             asm("" : "+r"(row));  // else the compiler makes a pointer for each row again
         }
     }
-    memcpy(sums, acc, sizeof acc);
+    (Tile &)sums = tile;
 }
 
 // Calls f with the constant `rows`, 1 to ROWS.
@@ -94,51 +96,92 @@ template <class T> const auto *unpacked(const T *panel, long depth) {
         return panel;
 }
 
-// out [rows, n] = x [rows, depth] times the matrix, times scale, plus bias; with `add`, added to out. Rows of `x` and
-// `out` are `apart` and `outs` values apart. Threads share the panels.
+// Where a core's caches are small, a product is cut: so many rows, whose activations stay in the second-level cache, and
+// so much of a panel, which stays in the first, while sums wait in memory. Elsewhere it is not.
+constexpr long TALL = HALVED ? 48 : INT32_MAX, DEEP = HALVED ? 384 : INT32_MAX;
+constexpr long WAITING = HALVED ? TALL / ROWS : 1;  // tiles
+
+// Cache lines from `at` on, of which each call asks for the next; the last is asked for again, which costs nothing.
+struct Lines {
+    const char *at, *last;
+    inline __attribute__((always_inline)) void operator()() {
+        __builtin_prefetch(at, 0, 2);
+        at += at < last ? 64 : 0;
+    }
+};
+
+// Rows first to end of a panel's result from their sums.
+template <int R>
+void finish(const Floats (&sums)[R][SPAN], const float *scales, long here, float *out, long outs, bool add) {
+    const float *biases = scales + COLUMNS;
+    for (int r = 0; r < R; r++, out += outs) {
+        float edge[COLUMNS];
+        float *row = here == COLUMNS ? out : edge;
+        if (add && row == edge) memcpy(edge, out, here * sizeof(float));
+        for (int s = 0; s < SPAN; s++) {
+            Floats y = fma(sums[r][s], load(scales + W * s), load(biases + W * s));
+            store(row + W * s, add ? load(row + W * s) + y : y);
+        }
+        if (row == edge) memcpy(out, edge, here * sizeof(float));
+    }
+}
+
+// As product, of at most TALL rows.
 template <class T>
-void product(const Act<T> *x, long apart, long rows, const Matrix &m, float *out, long outs, bool add, int part,
-             int parts) {
+void rows_product(const Act<T> *x, long apart, long rows, const Matrix &m, float *out, long outs, bool add, int part,
+                  int parts) {
     const long panels = up(m.n, COLUMNS) / COLUMNS, bytes = panel_bytes<T>(m.depth), depth = up(m.depth, UNIT<T>);
     constexpr long row_bytes = COLUMNS * UNIT<T> * (long)sizeof(T);
     const long tiles = up(rows, ROWS) / ROWS;
     const long stride = tiles > 1 ? up(row_bytes, tiles - 1) / (tiles - 1) : 0;
     const int lines = (int)(up(stride, 64) / 64);
+    const long cuts = rows > ROWS ? up(depth, DEEP) / DEEP : 1, deep = up(up(depth, cuts) / cuts, UNIT<T>);
+    const long share = up(up(bytes, tiles * cuts) / (tiles * cuts), 64);  // of the next panel, for each call
+    Floats waiting[WAITING][ROWS][SPAN];
     for (long panel = panels * part / parts; panel < panels * (part + 1) / parts; panel++) {
-        const char *at = m.panels + panel * bytes;
+        const char *at = m.panels + panel * bytes, *soon = at + bytes;
         const T *w = (const T *)at;
-        const float *scales = (const float *)(w + depth * COLUMNS), *biases = scales + COLUMNS;
+        const float *scales = (const float *)(w + depth * COLUMNS);
         const long here = m.n - panel * COLUMNS < COLUMNS ? m.n - panel * COLUMNS : COLUMNS;
         const auto *again = rows > ROWS ? unpacked(w, depth) : nullptr;
-        for (long r0 = 0; r0 < rows; r0 += ROWS)
-            with_rows(rows - r0, [&](auto count) {
-                constexpr int R = count;
-                Floats sums[R][SPAN] = {};
-                const Act<T> *from = x + r0 * apart;
-                if (r0 == 0)  // this panel comes from memory
-                    multiply(sums, from, apart, w, COLUMNS, depth, [ahead = at + AHEAD]() mutable {
-                        for (long i = 0; i < row_bytes; i += 64) __builtin_prefetch(ahead + i, 0, 3);
-                        ahead += row_bytes;
-                    });
-                else  // meanwhile, the next one does
-                    multiply(sums, from, apart, again, COLUMNS, depth,
-                             [=, next = at + bytes + (r0 / ROWS - 1) * stride * (depth / UNIT<T>)]() mutable {
-                                 for (int i = 0; i < lines; i++) __builtin_prefetch(next + 64 * i, 0, 2);
-                                 next += stride;
-                             });
-                for (int r = 0; r < R; r++) {
-                    float *to = out + (r0 + r) * outs + panel * COLUMNS;
-                    float edge[COLUMNS];
-                    float *row = here == COLUMNS ? to : edge;
-                    if (add && row == edge) memcpy(edge, to, here * sizeof(float));
-                    for (int s = 0; s < SPAN; s++) {
-                        Floats y = fma(sums[r][s], load(scales + W * s), load(biases + W * s));
-                        store(row + W * s, add ? load(row + W * s) + y : y);
+        for (long k = 0; k < depth; k += deep) {
+            const long now = depth - k < deep ? depth - k : deep;
+            for (long r0 = 0; r0 < rows; r0 += ROWS)
+                with_rows(rows - r0, [&](auto count) {
+                    constexpr int R = count;
+                    auto &sums = (Floats(&)[R][SPAN])waiting[HALVED ? r0 / ROWS : 0];
+                    const Act<T> *from = x + r0 * apart + k;
+                    if (k == 0) memset(sums, 0, sizeof sums);
+                    if (tiles == 1 || (!HALVED && r0 == 0)) {  // this panel comes from memory
+                        multiply(sums, from, apart, w, COLUMNS, now, [ahead = at + AHEAD]() mutable {
+                            for (long i = 0; i < row_bytes; i += 64) __builtin_prefetch(ahead + i, 0, 3);
+                            ahead += row_bytes;
+                        });
+                    } else if constexpr (HALVED) {  // meanwhile, the next one does
+                        multiply(sums, from, apart, w + k * COLUMNS, COLUMNS, now, Lines{soon, soon + share - 64});
+                        soon += share;
+                    } else {
+                        multiply(sums, from, apart, again, COLUMNS, depth,
+                                 [=, next = soon + (r0 / ROWS - 1) * stride * (depth / UNIT<T>)]() mutable {
+                                     for (int i = 0; i < lines; i++) __builtin_prefetch(next + 64 * i, 0, 2);
+                                     next += stride;
+                                 });
                     }
-                    if (row == edge) memcpy(to, edge, here * sizeof(float));
-                }
-            });
+                    if (k + now == depth)
+                        finish(sums, scales, here, out + r0 * outs + panel * COLUMNS, outs, add);
+                });
+        }
     }
+}
+
+// out [rows, n] = x [rows, depth] times the matrix, times scale, plus bias; with `add`, added to out. Rows of `x` and
+// `out` are `apart` and `outs` values apart. Threads share the panels.
+template <class T>
+void product(const Act<T> *x, long apart, long rows, const Matrix &m, float *out, long outs, bool add, int part,
+             int parts) {
+    for (long r = 0; r < rows; r += TALL)
+        rows_product<T>(x + r * apart, apart, rows - r < TALL ? rows - r : TALL, m, out + r * outs, outs, add, part,
+                        parts);
 }
 
 }  // namespace
