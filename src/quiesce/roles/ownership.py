@@ -1,7 +1,6 @@
 """Who held page 17 at 10:42: the latest changes of a worker's ledger, kept for whoever asks afterwards.
 
-Steps of our own engine are left out: while a request runs there are two for each token, and they tell nothing that
-its owning does not.
+What is lent to our own engine's steps is left out: it tells nothing that a request's owning does not.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ class OwnershipLog:
         self._keep(Entry(self._clock(), event, tid, runs, _detail(lease, closed_by)))
 
     def name(self, tid: TransferId) -> None:
-        """Asked at every step: a request gets its transfer a moment after the pages are taken."""
+        """Asked whenever something is lent: a request gets its transfer a moment after the pages are taken."""
         if tid not in self._rids and (rid := self._rid_of(tid)) is not None:
             self._rids[tid] = rid
 

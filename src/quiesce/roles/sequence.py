@@ -39,7 +39,7 @@ class Sequence:
     seat: int | None = None  # among those that run, which hold its state then: see `running.py`
 
     def __post_init__(self) -> None:
-        # Made once: every step lends its pages to itself and ends by saying that it has completed.
+        # Made once: what a step or a seat lends to itself, and that it has completed.
         if self.todo < 0:
             self.todo = len(self.tokens)
         self.lease = LeaseKey.compute(self.tid)

@@ -1,7 +1,8 @@
 """Engine steps: who takes part, which pages they may write, what came of it.
 
 Our own step is a borrower like any other: while it runs, the pages it writes are lent to it, so a request that is
-ended in the middle of a step gives nothing back before the step is over (guard D2).
+ended in the middle of a step gives nothing back before the step is over (guard D2). Whoever sits (`running.py`) has
+been lent all the while; everyone else is lent for each step.
 """
 
 from __future__ import annotations

@@ -106,8 +106,11 @@ class Sampler {
     void collect(float low, float high) {
         for (long b = 0; b < blocks; b++) {
             if (peaks[b] < low) continue;
-            for (long i = b * UNDER; i < (b + 1) * UNDER && i < n; i++)
-                if (x[i] >= low && x[i] < high) found.push_back(rank(x[i], i));
+            for (long i = b * UNDER; i < (b + 1) * UNDER && i < n; i += W) {
+                if (i + W <= n && largest(load(x + i)) < low) continue;  // most have none
+                for (long k = i; k < i + W && k < n; k++)
+                    if (x[k] >= low && x[k] < high) found.push_back(rank(x[k], k));
+            }
         }
     }
 
