@@ -124,7 +124,7 @@ def test_peaks_are_the_largest_of_each_block(level: str, tmp_path: Path) -> None
         make_tiny_llama(tmp_path, vocab=VOCAB), dtype="float32", pool_pages=8, native_level=level, threads=2
     )
     model = engine._model
-    hidden = model.forward(model.plan([Row([1, 2, 3, 4, 5, 6, 7], 0, [0])], engine.kv), engine.kv)
+    hidden = model.forward(model.plan([Row(list(range(4, 104)), 0, list(range(7)))], engine.kv), engine.kv)
     lines, peaks = model.logits_and_peaks(hidden)  # type: ignore[union-attr]
     blocks = np.split(lines.numpy(), range(UNDER, VOCAB, UNDER), axis=1)
     assert np.array_equal(peaks, np.stack([block.max(axis=1) for block in blocks], axis=1))

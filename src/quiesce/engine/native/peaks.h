@@ -41,6 +41,12 @@ void product_and_peaks(const Act<T> *x, long apart, long rows, const Matrix &m, 
                        int part, int parts) {
     constexpr long AT_ONCE = std::lcm((long)COLUMNS, UNDER);
     const long pieces = up(m.n, AT_ONCE) / AT_ONCE, all = blocks_of(m.n);
+    if (rows > TALL) {  // what `product` takes at a time
+        product_and_peaks<T>(x, apart, TALL, m, out, outs, peaks, part, parts);
+        const long rest = rows - TALL;
+        return product_and_peaks<T>(x + TALL * apart, apart, rest, m, out + TALL * outs, outs, peaks + TALL * all, part,
+                                    parts);
+    }
     for (long piece = pieces * part / parts; piece < pieces * (part + 1) / parts; piece++) {
         const long first = piece * AT_ONCE, here = m.n - first < AT_ONCE ? m.n - first : AT_ONCE;
         const char *panels = m.panels + first / COLUMNS * panel_bytes<T>(m.depth);
