@@ -95,7 +95,7 @@ class Steps:
             return True
         if sequence.seat is not None and 2 * self.ledger.pool.free > self.ledger.pool.count:
             whole = pages_for(sequence.prompt_tokens + sequence.sampling.max_tokens, self.page_size)
-            missing = max(missing, min(AHEAD, whole - len(sequence.pages)))
+            missing = max(missing, min(AHEAD, whole - len(sequence.pages), self.ledger.pool.free))
         while (grown := self.ledger.grow(sequence.tid, missing)) is None:
             juniors = [s for s in self.batch.members.values() if s.precedence > sequence.precedence]
             if not juniors:
