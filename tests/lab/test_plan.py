@@ -364,11 +364,11 @@ def test_a_thousand_by_a_thousand_workers_are_planned() -> None:
     assert course.events > 15_000 and len(course.delay) == 5000
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_it_agrees_with_the_simulator_that_runs_the_products_classes(seed: int) -> None:
-    """The same small clusters: as many holds, about as long. What the plan leaves out is worth a third at most."""
-    for found in compare(seed):
-        assert found.agrees, found.text()
-        plan, sim = len(found.plan), len(found.sim)
-        assert sim > 20 and abs(plan - sim) <= 0.2 * sim + 3, found.text()
-        assert 0.65 < found.ratio < 1.55, found.text()
+def test_it_agrees_with_the_simulator_that_runs_the_products_classes() -> None:
+    """The same small clusters: as many holds, about as long. What the plan leaves out is worth a third at most. A
+    cluster has a few dozen holds, so they are counted over two."""
+    for pair in zip(compare(1), compare(2), strict=True):
+        for found in pair:
+            assert found.agrees and 0.65 < found.ratio < 1.55, found.text()
+        plan, sim = (sum(map(len, holds)) for holds in zip(*((one.plan, one.sim) for one in pair), strict=True))
+        assert sim > 40 and abs(plan - sim) <= 0.2 * sim + 3, [one.text() for one in pair]

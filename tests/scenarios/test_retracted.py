@@ -47,8 +47,8 @@ def test_scenario_r79_victims_that_leave_or_run_out_of_time_while_out(
         for request, right in zip(every, expected, strict=True):
             assert [len(ends) for ends in request.ends.values()] == [1, 1]
             assert request.tokens == right[: len(request.tokens)], "no gap, no repeat, also up to an early end"
-            if request in hurried and request.outcome == "failed":
-                assert request.ends[pair[1]][0].status == 504
+            if request in hurried and request.outcome != "length":  # in prefill's queue, or while it was answered
+                assert 504 in [ends[0].status for ends in request.ends.values()]
             elif request not in leavers:
                 assert request.outcome == "length" and len(request.tokens) == ANSWER
         assert cluster.inspect(pair[1])["retractions"] > 0
