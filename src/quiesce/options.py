@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
+from quiesce.core.admission import pages_for
 from quiesce.roles.settings import (
     AttentionBackend,
     Direction,
@@ -172,9 +173,9 @@ class SizeOptions:
         """own_context: the model's, where it says one. A context above the largest default needs a pool by name."""
         if self.max_total_tokens is not None:
             return self.max_total_tokens
-        context = self.context_length or own_context or 0
-        whole_pages = -(-context // max(self.page_size, 1)) * self.page_size
-        return min(max(whole_pages, LEAST_POOL), LARGEST_DEFAULT_POOL)
+        page = max(self.page_size, 1)
+        context = pages_for(self.context_length or own_context or 0, page) * page
+        return min(max(context, LEAST_POOL), LARGEST_DEFAULT_POOL)
 
 
 @Parameter(name="*")

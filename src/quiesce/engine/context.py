@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any
 
 
+def raw_config(folder: Path) -> dict[str, Any]:
+    """What a model's config.json says; nothing where it is no object. Raises OSError and ValueError."""
+    found = json.loads((folder / "config.json").read_bytes())
+    return found if isinstance(found, dict) else {}
+
+
 def own_context(folder: Path) -> int | None:
     """Tokens, of the model in this folder; None when it has no config.json that says so."""
     try:
-        raw = json.loads((folder / "config.json").read_bytes())
+        return context_of(raw_config(folder))
     except (OSError, ValueError):
         return None
-    return context_of(raw) if isinstance(raw, dict) else None
 
 
 def context_of(raw: Mapping[str, Any]) -> int | None:

@@ -136,11 +136,6 @@ class Seats:
         return self._pages[: self._n].reshape(-1)
 
     @property
-    def held(self) -> np.ndarray:
-        """Pages of each."""
-        return self._held[: self._n]
-
-    @property
     def written(self) -> np.ndarray:
         """The page that each seat's token goes to."""
         places = self.starts // self.page_size
@@ -158,9 +153,6 @@ class Seats:
     @property
     def wishes(self) -> np.ndarray:
         return self._wishes[: self._n]
-
-    def samplings(self) -> list[Sampling]:
-        return [sitter.sampling for sitter in self._sitters]
 
     def rows(self) -> list[Row]:
         """The same as rows of their own, for whatever takes no arrays."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from quiesce.api.access import read_keys
 from quiesce.channel.tls import Certificates
 from quiesce.core.admission import refuse_pool
-from quiesce.engine.context import context_of
+from quiesce.engine.context import context_of, raw_config
 from quiesce.options import ClusterOptions, EngineOptions, HandOffOptions, HttpOptions, SizeOptions
 from quiesce.options_router import RoutingOptions
 from quiesce.roles.settings import SettingsError
@@ -81,10 +80,9 @@ def check_tls(http: HttpOptions) -> None:
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        config = json.loads((folder / "config.json").read_bytes())
+        return raw_config(folder)
     except (OSError, ValueError) as error:
         raise SettingsError(f"The model's {folder / 'config.json'} cannot be read: {error}.") from error
-    return config if isinstance(config, dict) else {}
 
 
 def _check_memory(config: dict[str, Any], pool: int, engine: EngineOptions, workers: int) -> None:
