@@ -16,8 +16,9 @@ from rich.console import Console
 from quiesce.lab.plan import draw
 from quiesce.lab.plan import verdict as verdicts
 from quiesce.lab.plan.against_sim import compare
+from quiesce.lab.plan.case import Case, Course, Sizes
 from quiesce.lab.plan.command import cases_of, run, sizes_of
-from quiesce.lab.plan.course import Case, Course, Least, Simulation, Sizes
+from quiesce.lab.plan.course import Least, Simulation
 from quiesce.lab.plan.figures import Check, figures, mean_over, quantile_over
 from quiesce.lab.plan.options import Cluster, Holds, Output, Workload
 from quiesce.lab.plan.requests import NEVER, PlanError, Requests, requests_of

@@ -25,12 +25,10 @@ from quiesce.core.fingerprint import Fingerprint, Limits
 from quiesce.core.ledger import Lease, Ledger
 from quiesce.core.machine import Action
 from quiesce.core.messages import (
-    Address,
     Cancel,
     Ended,
     Inspect,
     Inspected,
-    Register,
     Sample,
     Start,
     TransferId,
@@ -44,12 +42,13 @@ from quiesce.roles.engine_thread import EngineThread
 from quiesce.roles.legs import Legs, WorkerLeg
 from quiesce.roles.meters import Holds, Transfers, Waits
 from quiesce.roles.ownership import OwnershipLog
-from quiesce.roles.proving import cautions, worn_out
+from quiesce.roles.proving import worn_out
 from quiesce.roles.registration import HEARTBEAT, Registration, control_socket, own_keys
 from quiesce.roles.report import record, worker_samples
 from quiesce.roles.sequence import Batch, Sequence
 from quiesce.roles.settings import WorkerSettings
 from quiesce.roles.silence import PAUSE
+from quiesce.roles.standing import standing
 from quiesce.roles.state import identity, state_of
 from quiesce.roles.steps import Listeners, Steps
 from quiesce.roles.timers import AT_ONCE, Delays, Timers
@@ -336,29 +335,7 @@ class Worker(ABC):
 
     def _heartbeat(self) -> None:
         self.timers.after(HEARTBEAT, "heartbeat", self._heartbeat)
-        self.registration.beat(
-            Register(
-                role=self.role,
-                address=Address(self.settings.name, self.epoch, self.listener.endpoint, self.keys.public),
-                fingerprint=self.fingerprint(),
-                limits=self.limits(),
-                progress=self.thread.steps - self.steps.probing,
-                queued=len(self.legs) - len(self.batch),
-                running=len(self.batch),
-                waiting_tokens=self.waiting_tokens(),
-                draining=self.draining,
-                local_prefill=self.role == "decode" and not self.settings.strict_disaggregation,
-                step=self.engine.how,
-                agreed=self.registration.limit,
-                cautions=cautions(self.caps, self.settings, self.ledger),
-                transfers=self.picks(),
-            )
-        )
-
-    def waiting_tokens(self) -> int:
-        """Tokens of prompts that are still to be computed, or to arrive."""
-        queued = sum(len(leg.start.token_ids) for leg in self.legs.by_rid.values() if leg.left_queue is None)
-        return queued + sum(s.todo for s in self.batch.standing.values() if s.prefilling)
+        self.registration.beat(standing(self))
 
     @property
     def fault_count(self) -> int:

@@ -14,7 +14,8 @@ from quiesce.core.ledger import Holding, Ledger
 from quiesce.core.messages import Abort, TransferId
 from quiesce.core.proofs import Borrowing
 from quiesce.lab.mutants.patch import Change
-from quiesce.lab.plan.course import Case, Simulation, Sizes
+from quiesce.lab.plan.case import Case, Sizes
+from quiesce.lab.plan.course import Simulation
 from quiesce.lab.plan.requests import NEVER, Requests
 from quiesce.lab.sim.cluster import Cluster
 from quiesce.lab.sim.run import simulate

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from quiesce.lab.plan.course import Case, Course, Simulation, Sizes
+from quiesce.lab.plan.case import Case, Course, Sizes
+from quiesce.lab.plan.course import Simulation
 from quiesce.lab.plan.draw import check_targets, draw
 from quiesce.lab.plan.figures import Figures, as_json, figures
 from quiesce.lab.plan.options import Cluster, Holds, Output, Workload

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from quiesce.lab.plan.course import Course
+from quiesce.lab.plan.case import Course
 from quiesce.lab.plan.requests import PlanError
 
 COLOURS = ("#0072b2", "#009e73", "#d55e00", "#cc79a7", "#6c6c6c", "#b8860b")  # told apart by most eyes

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from quiesce.lab.plan.course import Course
+from quiesce.lab.plan.case import Course
 from quiesce.lab.plan.requests import Floats
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from quiesce.lab.plan.course import Sizes
+from quiesce.lab.plan.case import Sizes
 from quiesce.lab.plan.requests import Requests
 
 
