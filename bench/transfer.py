@@ -87,7 +87,7 @@ class Layer:
             bufsize=1,
         )
         setup = registry.Setup(run_dir=run_dir, epoch=self._epoch, max_transfer_pages=256)
-        os.sched_setaffinity(0, {THEIR})  # what the engine starts to do the copying does not share our core
+        os.sched_setaffinity(0, {THEIR if engine == "shm" else OWN})  # the mover copies alone; threads are the poster's
         self._transport = registry.make(engine, setup)
         arena = shared_arena(pages, page_bytes)
         arena.pages[:] = 1
