@@ -87,7 +87,9 @@ class Layer:
             bufsize=1,
         )
         setup = registry.Setup(run_dir=run_dir, epoch=self._epoch, max_transfer_pages=256)
-        os.sched_setaffinity(0, {THEIR if engine == "shm" else OWN})  # the mover copies alone; threads are the poster's
+        os.sched_setaffinity(
+            0, {THEIR if engine == "shm" else OWN}
+        )  # its mover alone copies; threads are the poster's
         self._transport = registry.make(engine, setup)
         arena = shared_arena(pages, page_bytes)
         arena.pages[:] = 1

@@ -318,7 +318,7 @@ def test_a6_posts_on_a_lost_connection_end_when_the_lender_has_ended_it(pair: Pa
     peer = pair.attach()
     grant = pair.lend()
     lender = pair.lender.transport._lender
-    stream = next(iter(lender._attached[P].streams.values()))
+    stream = lender._attached[P].streams[0]
     with stream._lock:  # the lender does not get to place anything
         posts = [pair.poster.transport.write(peer, [0], [i], grant) for i in range(8)]
         for lane in pair.poster.transport._poster._targets[peer.number].lanes:
@@ -335,7 +335,7 @@ def test_a6_posts_on_a_lost_connection_end_when_the_lender_has_ended_it(pair: Pa
 def test_what_is_under_way_when_the_transport_closes_is_unknown(pair: Pair) -> None:
     peer = pair.attach()
     grant = pair.lend()
-    stream = next(iter(pair.lender.transport._lender._attached[P].streams.values()))
+    stream = pair.lender.transport._lender._attached[P].streams[0]
     with stream._lock:
         post = pair.poster.transport.write(peer, [0], [0], grant)
         pair.poster.transport.close_all()
@@ -384,9 +384,9 @@ def test_a9_nothing_is_said_of_lost_posts_while_an_old_connection_can_still_plac
     """Its end had begun, so the new attachment did not wait for it: the post was called FAILED_CLEAN too early."""
     peer = pair.attach()
     grant = pair.lend()
-    stream = next(iter(pair.lender.transport._lender._attached[P].streams.values()))
+    stream = pair.lender.transport._lender._attached[P].streams[0]
     with stream._lock:
-        posts = [pair.poster.transport.write(peer, [0], [i], grant) for i in range(8)]
+        posts = [pair.poster.transport.write(peer, [0], [i], grant) for i in range(8)]  # pages of lane 0
         _end_but_for_one_receive(pair, peer)
         deadline = time.monotonic() + 0.3
         while time.monotonic() < deadline:

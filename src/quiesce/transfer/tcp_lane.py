@@ -10,7 +10,6 @@ import logging
 import secrets
 import socket
 import ssl
-import struct
 import threading
 import time
 from collections import deque
@@ -47,16 +46,16 @@ class Job:
     kind: Kind
     region: int
     generation: int
-    remote: tuple[int, ...]
+    pages: int
+    remote: bytes  # the lender's page numbers, as they travel
     views: list[memoryview]  # own pages: sent for a write, filled for a read
     gate: Gate = field(default_factory=lambda: Gate(frozenset()))
     filled: bool = False  # a read: its pages have come, once
 
     def frame(self) -> list[memoryview]:
         length = sum(map(len, self.views))
-        head = HEADER.pack(*Header(self.kind, self.region, len(self.remote), self.id, self.generation, length))
-        head += struct.pack(f"<{len(self.remote)}I", *self.remote)
-        return [memoryview(head), *(self.views if self.kind is Kind.WRITE else ())]
+        head = HEADER.pack(*Header(self.kind, self.region, self.pages, self.id, self.generation, length))
+        return [memoryview(head + self.remote), *(self.views if self.kind is Kind.WRITE else ())]
 
 
 class Owner(Protocol):
@@ -152,7 +151,8 @@ class Lane:
         with self.cond:
             self._rest = frame[first:]
             self._sending = bool(self._rest)
-            self.cond.notify()
+            if self._rest or self.over:  # waking its thread for nothing costs as much as the send
+                self.cond.notify()
 
     def _take(self) -> Job:
         job = self.queue.popleft()
@@ -162,7 +162,8 @@ class Lane:
 
     def answered(self, job: int) -> Job | None:
         with self.cond:
-            self.cond.notify()
+            if self.queue:  # it may have waited for the window
+                self.cond.notify()
             return self.sent.pop(job, None)
 
     def read_answers(self) -> None:
@@ -285,7 +286,7 @@ class Lane:
     def _fill(self, stream: Stream, pages: int, number: int) -> int:
         with self.cond:
             job = self.sent.get(number)
-        if job is None or job.kind is not Kind.READ or len(job.remote) != pages or job.filled:
+        if job is None or job.kind is not Kind.READ or job.pages != pages or job.filled:
             raise Malformed(f"{pages} pages for job {number}, which has not asked for them")
         job.filled = True  # a second time they would land after its outcome was told
         placed = stream.place(job.gate, job.views)

@@ -249,7 +249,7 @@ class TcpLender:
             self._end(found, str(error))
             self._places_no_more(knock.epoch, stream)
             raise
-        stream.sock.setblocking(False)
+        stream.set_mode()
         self._inbox.put(lambda: None)  # wakes who waits for `generation`
         return found
 

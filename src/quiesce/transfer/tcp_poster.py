@@ -155,7 +155,7 @@ class TcpPoster:
         if job is None:
             self._lose(target, f"the lender answered for job {job_id}, which is not under way")
         elif status == Status.PLACED:
-            self.counters["placed_pages"] += len(job.remote)
+            self.counters["placed_pages"] += job.pages
             self._job_over(target, job, None)
         else:
             self._job_over(target, job, SAID.get(status, f"the lender says {status}"))
@@ -251,10 +251,8 @@ class TcpPoster:
             self._begin_reads(target)
         total = Sum(post, 0)
         assert self._arena is not None
-        jobs: list[tuple[Lane, Job]] = []
-        for lane in target.lanes:
-            limits = (self._memory, self._arena.page_bytes, self._max_transfer_pages, self._ids)
-            jobs += [(lane, job) for job in split(*limits, total, kind, lane, own, remote, grant)]
+        pool = (self._memory, self._arena.page_bytes)
+        jobs = split(*pool, self._max_transfer_pages, self._ids, total, kind, target.lanes, own, remote, grant)
         total.left = len(jobs)
         self._open[post.id] = (total, jobs)
         target.posts.append(total)

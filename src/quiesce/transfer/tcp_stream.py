@@ -32,7 +32,8 @@ class Gate:
 
 
 class Stream:
-    """A connected socket, plain or TLS. One thread receives and one sends at a time."""
+    """A connected socket, plain or TLS. One thread receives and one sends at a time. A plain one blocks where its
+    thread has nothing else to do, which saves a look and a wait each time; never for pages under a gate."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -43,7 +44,12 @@ class Stream:
         self._tls = sock if isinstance(sock, ssl.SSLSocket) else None
         self._tls_lock = threading.Lock()  # one TLS session bears one caller at a time
         self._scratch: memoryview | None = None
-        sock.setblocking(False)
+        self._pollers: dict[int, select.poll] = {}  # by event: whoever sends does not share one with whoever receives
+        self.set_mode()
+
+    def set_mode(self) -> None:
+        """As its threads use it; a handshake may have set a timeout."""
+        self.sock.setblocking(self._tls is None)
 
     def fileno(self) -> int:
         return self.sock.fileno()
@@ -95,8 +101,10 @@ class Stream:
             raise Closed(str(error)) from error
 
     def wait(self, event: int) -> None:
-        poller = select.poll()
-        poller.register(self.sock, event)
+        poller = self._pollers.get(event)
+        if poller is None:
+            poller = self._pollers[event] = select.poll()
+            poller.register(self.sock, event)
         poller.poll()
         if self._over:
             raise Closed("ended here")
@@ -110,29 +118,40 @@ class Stream:
         out = bytearray(size)
         view = memoryview(out)
         while view:
-            got = self._try_receive((view,))
-            if got is None:
-                self.wait(select.POLLIN)
-            else:
-                view = view[got:]
+            view = view[self._receive(view) :]
         return out
 
+    def _receive(self, view: memoryview) -> int:
+        if self._tls is None:
+            try:
+                got = self.sock.recv_into(view)
+            except OSError as error:
+                raise Closed(str(error)) from error
+            if not got or self._over:
+                raise Closed("ended here" if self._over else "closed by the other side")
+            return got
+        while (some := self._try_receive((view,))) is None:
+            self.wait(select.POLLIN)
+        return some
+
     def send(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            sent = self.try_send((view,))
-            view = view[sent:]
-            if not sent:
-                self.wait(select.POLLOUT)
+        self.send_views([memoryview(data)])
 
     def send_views(self, views: list[memoryview]) -> None:
         """All of it, waiting for room."""
         first = 0
         while first < len(views):
-            sent = self.try_send(views[first : first + IOV])
-            if not sent:
-                self.wait(select.POLLOUT)
-            first = advance(views, first, sent)
+            first = advance(views, first, self._send(views[first : first + IOV]))
+
+    def _send(self, views: Sequence[memoryview]) -> int:
+        if self._tls is None:
+            try:
+                return self.sock.sendmsg(views, (), socket.MSG_NOSIGNAL)
+            except OSError as error:
+                raise Closed("ended here" if self._over else str(error)) from error
+        while not (sent := self.try_send(views)):
+            self.wait(select.POLLOUT)
+        return sent
 
     # ------------------------------------------------------------ page bytes
 

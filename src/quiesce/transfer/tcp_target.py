@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from quiesce.transfer.interface import Arena, Peer
 from quiesce.transfer.tcp_lane import Job, Lane, Sum
 from quiesce.transfer.tcp_stream import Gate, page_views
 from quiesce.transfer.tcp_wire import Kind
+
+STRIPE_BYTES, STRIPE_PAGES = 256 << 10, 8  # at most so much of a pool is one lane's; then it is the next one's turn
 
 _DescriptorDecoder = msgspec.msgpack.Decoder(wire.Descriptor)
 
@@ -86,28 +89,33 @@ def split(
     ids: Iterator[int],
     total: Sum,
     kind: Kind,
-    lane: Lane,
+    lanes: Sequence[Lane],
     own: Sequence[int],
     remote: Sequence[int],
     grant: Grant,
-) -> list[Job]:
-    """The lane's share in jobs of at most `most` pages (guard L8)."""
-    landing = remote if kind is Kind.WRITE else own
-    mine = [i for i, page in enumerate(landing) if page % lane.way.lanes == lane.way.lane]
+) -> list[tuple[Lane, Job]]:
+    """Each lane's share in jobs of at most `most` pages (guard L8). Pages change lanes by stripes, so that neighbours
+    go in one piece and a small post wakes one thread."""
+    stripe, count = max(1, min(STRIPE_PAGES, STRIPE_BYTES // page_bytes)), len(lanes)
+    shares: list[list[int]] = [[] for _ in lanes]
+    for index, page in enumerate(remote if kind is Kind.WRITE else own):
+        shares[page // stripe % count].append(index)
     jobs = []
-    for start in range(0, len(mine), most):
-        part = mine[start : start + most]
-        here = [own[i] for i in part]
-        job = Job(
-            id=next(ids),
-            total=total,
-            kind=kind,
-            region=grant.region,
-            generation=grant.generation,
-            remote=tuple(remote[i] for i in part),
-            views=page_views(memory, page_bytes, here),
-        )
-        if kind is Kind.READ:
-            job.gate = Gate(frozenset(here))
-        jobs.append(job)
+    for lane, mine in zip(lanes, shares, strict=True):
+        for start in range(0, len(mine), most):
+            part = mine[start : start + most]
+            here = [own[i] for i in part]
+            job = Job(
+                id=next(ids),
+                total=total,
+                kind=kind,
+                region=grant.region,
+                generation=grant.generation,
+                pages=len(part),
+                remote=struct.pack(f"<{len(part)}I", *[remote[i] for i in part]),
+                views=page_views(memory, page_bytes, here),
+            )
+            if kind is Kind.READ:
+                job.gate = Gate(frozenset(here))
+            jobs.append((lane, job))
     return jobs
