@@ -11,6 +11,7 @@ import pytest
 
 from quiesce.api import body as body_module
 from quiesce.api.chat import TextModel
+from quiesce.router import http as http_module
 from quiesce.router.http import Gate
 from router.cluster import MODEL, Cluster, cluster, until
 
@@ -194,6 +195,44 @@ async def test_a_body_that_does_not_come_is_a_408_and_holds_nothing(
         answer = await talk(c, half)
         assert answer.startswith(b"HTTP/1.1 408"), answer
     await c.idle()
+
+
+@pytest.mark.parametrize("how", ["kept", "closed", "HTTP/1.0", "chunked"])
+async def test_an_answer_before_the_whole_body_has_come_reaches_a_client_that_sends_on(c: Cluster, how: str) -> None:
+    """Most clients send everything first and read then."""
+    large = b"x" * (24 << 20)
+    if how == "chunked":
+        large = b"%x\r\n" % len(large) + large + b"\r\n0\r\n\r\n"
+    headers = ["Transfer-Encoding: chunked"] if how == "chunked" else []
+    head = request(large, *headers, version=how[-3:] if "/" in how else "1.1", close=how == "closed")
+    reader, writer = await asyncio.open_connection("127.0.0.1", c.router.port)
+    writer.write(head)
+    await writer.drain()
+    answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+    assert answer.startswith(b"HTTP/1.1 413"), answer
+    length = int(answer.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+    assert b"body_too_large" in await reader.readexactly(length)
+    if how in ("kept", "chunked"):
+        writer.write(request())
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200"), "the rest was no head"
+    assert c.router._gate.counters()["http_heads_too_large"] == 0
+    assert await reader.read() is not None and reader.at_eof()
+    writer.close()
+    await until(lambda: not c.router._gate.open)
+    await c.idle()
+
+
+async def test_the_rest_of_a_body_that_never_comes_is_not_waited_for(
+    c: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_module, "LINGER_SECONDS", 0.2)
+    for close in (True, False):
+        reader, writer = await asyncio.open_connection("127.0.0.1", c.router.port)
+        writer.write(request(b"x", "Content-Length: 99999999", close=close))
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 413")
+        await asyncio.wait_for(reader.read(), 5)
+        await until(lambda: not c.router._gate.open)  # although this client has not closed
+        writer.close()
 
 
 async def test_d7_connections_without_a_request_are_bounded_in_time_number_and_size(c: Cluster) -> None:

@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 HEAD_SECONDS = 10.0
 HEAD_BYTES = 64 << 10
 MOST_HEADLESS = 512
+LINGER_SECONDS = 5.0  # for the rest of a request that was answered before all of it had come
 MOST_PIPELINED = 16  # requests that wait behind the one that is being answered
 COUNTED = (
     *("heads_late", "heads_evicted", "heads_too_large", "requests_invalid", "connections_refused", "spare_evicted"),
@@ -114,6 +115,21 @@ def without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[Non
     return plain
 
 
+def without_reset(cycle: RequestResponseCycle, linger: Callable[[], None]) -> Callable[[Any], Awaitable[None]]:
+    """To close with bytes unread resets the connection, and the client loses the answer it was just given."""
+    send = cycle.send
+
+    async def patient(message: Any) -> None:
+        last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        early = last and cycle.more_body and not cycle.disconnected
+        cycle.keep_alive = cycle.keep_alive or early
+        await send(message)
+        if early:
+            linger()
+
+    return patient
+
+
 class PipelineTooLongError(Exception):
     """More requests than may wait on one connection."""
 
@@ -123,6 +139,8 @@ class BoundedHttp(HttpToolsProtocol):
     _counted = False
     _head = 0  # bytes of the head that is arriving
     _running: RequestResponseCycle | None = None  # `cycle` is the latest: others may wait before it
+    _lingering: asyncio.TimerHandle | None = None  # a request was answered whose rest is still to come
+    _stays = True  # open for another request when that rest has come
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -136,7 +154,7 @@ class BoundedHttp(HttpToolsProtocol):
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        if self.cycle is None or self.cycle.response_complete:
+        if (self.cycle is None or self.cycle.response_complete) and self._lingering is None:
             self.gate.await_head(self)
             head, end, rest = data.partition(b"\r\n\r\n")
             data = UPGRADE.sub(b"\r\nx-asked", head) + end + rest
@@ -159,12 +177,31 @@ class BoundedHttp(HttpToolsProtocol):
         self.gate.spare[self] = None
         if self.scope["http_version"] == "1.0":
             self.cycle.send = without_chunks(self.cycle)  # type: ignore[method-assign,assignment]
+        self._stays = self.cycle.keep_alive
+        self.cycle.send = without_reset(self.cycle, self._linger)  # type: ignore[method-assign,assignment]
         if self.pipeline:  # the wait for its turn must not keep us from hearing that the client has left
             self.flow.resume_reading()
 
     def on_message_complete(self) -> None:
         self.gate.spare.pop(self, None)
         super().on_message_complete()
+        if self._lingering is not None:
+            self._no_longer()
+            if self._stays:
+                self.gate.spare[self] = None
+            else:
+                self.transport.close()
+
+    def _linger(self) -> None:
+        if not self.transport.is_closing():
+            if not self._stays and self.transport.can_write_eof():
+                self.transport.write_eof()
+            self._lingering = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+    def _no_longer(self) -> None:
+        if self._lingering is not None:
+            self._lingering.cancel()
+            self._lingering = None
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -177,6 +214,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.gate.head_came(self)
+        self._no_longer()
         self.gate.spare.pop(self, None)
         if self._counted:
             self._counted = False
