@@ -24,6 +24,7 @@ from quiesce.core.machine import CheckGrant, Fired, Heard, Post, Timer
 from quiesce.core.messages import Drained, FirstToken, TransferId
 from quiesce.core.proofs import Borrowing, Waiver
 from quiesce.core.pulling import Checked
+from quiesce.lab.race.journal import GatedTransport
 from quiesce.roles.decode import DecodeWorker
 from quiesce.roles.prefill import PrefillWorker
 from quiesce.roles.pull_lending import PullPrefillWorker
@@ -36,6 +37,7 @@ from quiesce.transfer.tcp_lane import Lane
 from quiesce.transfer.tcp_lender import MAX_HALF_OPEN, TcpLender
 from quiesce.transfer.tcp_poster import TcpPoster
 from quiesce.transfer.tcp_stream import Gate
+from quiesce.transfer.tcp_target import read_descriptor
 
 
 def free_at_once(ledger: Ledger, asked: Callable[[], bool] = lambda: True) -> None:
@@ -196,6 +198,8 @@ def keep_addresses(transport: Transport, inner: Transport) -> None:
     `transport`: what the worker posts through, around `inner`."""
     for engine in _tcp(inner):
         _wait_for_anybody(engine._poster)
+        if isinstance(transport, GatedTransport):
+            _queue_while_away(transport, engine._poster)
     transport.disconnect = lambda peer: None  # type: ignore[method-assign]
 
 
@@ -205,14 +209,28 @@ def _wait_for_anybody(poster: TcpPoster) -> None:
     def never_final(lane: Lane, reason: str, final: bool) -> None:
         over(lane, reason, False)
 
-    def connect_anew(descriptor: bytes, own_epoch: int) -> Peer:
-        """A session with the new process: two connections of one poster would end each other for ever."""
-        peer = connect(descriptor, own_epoch)
-        for target in [target for target in poster._targets.values() if target.peer.epoch != peer.epoch]:
-            poster.disconnect(target.peer)
-        return peer
+    def by_address(descriptor: bytes, own_epoch: int) -> Peer:
+        """Whoever is at an address has the connection that stands: one made anew would end it, and at the lender
+        with it what has been lent since to this poster, whose epoch is the same."""
+        assert poster._arena is not None
+        lender = read_descriptor(descriptor, poster._arena, poster._tls is not None)
+        for target in poster._targets.values():
+            if (target.lender.host, target.lender.port) == (lender.host, lender.port) and not target.over:
+                target.lender = lender
+                return target.peer
+        return connect(descriptor, own_epoch)
 
-    poster.lane_over, poster.connect = never_final, connect_anew  # type: ignore[method-assign]
+    poster.lane_over, poster.connect = never_final, by_address  # type: ignore[method-assign]
+
+
+def _queue_while_away(transport: GatedTransport, poster: TcpPoster) -> None:
+    """The gate stays shut until every connection stands: a write that is let go before fails, and reaches nobody."""
+    shut = transport._shut
+
+    def shut_or_away() -> bool:
+        return shut() or not all(target.attached for target in poster._targets.values())
+
+    transport._shut = shut_or_away  # type: ignore[method-assign]
 
 
 def _tcp(transport: Transport) -> Iterator[TcpTransport]:

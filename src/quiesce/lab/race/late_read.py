@@ -40,7 +40,7 @@ class LateRead(Scene):
         silent.touch()
         stage.gate.touch()
         reader = stage.ask(stage.chat(self.victim), stage.prefills[0], self.tokens)
-        stage.until(lambda: stage.pages_of("posted", began), "decode's read to be posted")
+        stage.until_posted(reader, began, "decode's read")
         stage.until(lambda: stage.pages_of("returned", began), "A's lease to have run out at prefill")
         then = time.monotonic()
         other = stage.ask(stage.chat(LONG), stage.prefills[0], 8)

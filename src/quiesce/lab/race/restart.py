@@ -35,7 +35,7 @@ class Restart(Scene):
         began = time.monotonic()
         stage.gate.touch()
         donor = stage.ask(stage.chat(LONG), stage.prefills[0], 16)
-        stage.until(lambda: stage.pages_of("posted", began), "the donor's write to be posted")
+        stage.until_posted(donor, began, "the donor's write")
         stage.restart_decode(donor)
         run = counting_victim(self, stage, baseline, safe, began, donor)
         late = [note for note in run.notes if note.event == "landed"]

@@ -177,7 +177,7 @@ def donor_cut(stage: Stage, prompt: Sequence[int], tokens: int, began: float, ro
     """A request whose prompt has been computed and whose write is posted and held; then its decode leg is cut."""
     stage.gate.touch()
     donor = stage.ask(prompt, stage.prefills[0], tokens, room)
-    stage.until(lambda: stage.pages_of("posted", began), "the donor's write to be posted")
+    stage.until_posted(donor, began, "the donor's write")
     stage.cut_decode_leg(donor)
     stage.until(lambda: stage.pages_of("ended", began), "decode to hear of the cut")
     return donor

@@ -224,6 +224,13 @@ class Stage:
         """Decode's pages in the latest such note."""
         return next((note.pages for note in reversed(self.notes(since)) if note.event == event), ())
 
+    def until_posted(self, request: LabRequest, since: float, what: str) -> None:
+        """Raises RuntimeError when the request ends before."""
+        self.until(lambda: self.pages_of("posted", since) or request.over, f"{what} to be posted")
+        if not self.pages_of("posted", since):
+            said = "; ".join(f"{name}: {ends[0].reason}" for name, ends in request.ends.items())
+            raise RuntimeError(f"{what} was never posted, its request has ended: {said}")
+
     def landed(self, since: float) -> bool:
         """A write that was posted or let go since then is over."""
         return any(note.event in ("landed", "refused") for note in self.notes(since))
