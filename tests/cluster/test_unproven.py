@@ -71,7 +71,7 @@ def test_release_frees_after_the_hold_timeout_and_counts_and_logs_each_use(blind
     lost = ask(blind, 1, LOSING, FREES)
     over(blind, lost)
     assert lost.outcome in ("failed", "cancelled") and not lost.tokens
-    blind.until(lambda: not not_idle(blind.inspect(FREES)), 8, "the pages to come back on nobody's word")
+    blind.until(lambda: not not_idle(blind.inspect(FREES)), 20, "the pages to come back on nobody's word")
     state, seen = blind.inspect(FREES), values(blind, FREES)
     assert state["unsound"] == 1 and seen["decode_deferred_kv_release_total", "unsound"] == 1
     assert seen["lease_closed_total", "unsound"] == 1
@@ -80,7 +80,7 @@ def test_release_frees_after_the_hold_timeout_and_counts_and_logs_each_use(blind
     again = ask(blind, 1, GOOD, FREES)
     over(blind, again)
     assert again.tokens == oracle([prompt(1)])[0]
-    blind.until(lambda: "1 leases were closed without proof" in blind.workers[FREES].cautions, 3, "word of it")
+    blind.until(lambda: "1 leases were closed without proof" in blind.workers[FREES].cautions, 20, "word of it")
 
 
 def test_too_much_retained_drains_the_worker_which_exits_with_75_and_its_successor_serves(
@@ -92,10 +92,10 @@ def test_too_much_retained_drains_the_worker_which_exits_with_75_and_its_success
     over(blind, first)
     blind.until(lambda: blind.inspect(HOLDS)["pages"]["retained"] == 8, 8, "its pages to be retained")
     blind.until(
-        lambda: "8 of 32 pages are retained: no proof could be had" in blind.workers[HOLDS].cautions, 3, "word of it"
+        lambda: "8 of 32 pages are retained: no proof could be had" in blind.workers[HOLDS].cautions, 20, "word of it"
     )
     blind.until_time(0.3)
-    assert blind.workers[HOLDS].process.poll() is None, "a quarter of the pool is not above --max-retained"
+    assert blind.workers[HOLDS].process.returncode is None, "a quarter of the pool is not above --max-retained"
     second = ask(blind, 4, LOSING, HOLDS)
     blind.workers[HOLDS].killed = True  # it may leave now
     over(blind, first, second)
@@ -110,4 +110,4 @@ def test_too_much_retained_drains_the_worker_which_exits_with_75_and_its_success
     over(blind, again)
     assert again.tokens == oracle([prompt(4)])[0]
     for name in (HOLDS, GOOD):
-        blind.until(lambda name=name: not not_idle(blind.inspect(name)), 5, f"{name} to be idle")  # type: ignore[misc]
+        blind.until(lambda name=name: not not_idle(blind.inspect(name)), 30, f"{name} to be idle")  # type: ignore[misc]

@@ -111,7 +111,7 @@ def test_scenario_i61_a_wrong_handshake_ends_its_own_request_and_names_what_diff
         check_idle(cluster, PAIR[1])
 
 
-GRACE = 3.0
+GRACE = 15.0
 PREFILLS, DECODE = ("prefill-0", "prefill-1"), "decode-0"
 
 
@@ -140,7 +140,7 @@ def test_scenario_h29_a_prefill_that_is_told_to_leave_finishes_or_fails_what_it_
         for _ in range(2 if case == "asked twice" else 1):
             leaving.process.send_signal(signal.SIGTERM)
         until_answered(cluster, requests, 40)
-        cluster.until(lambda: leaving.process.poll() is not None, 25, "it to leave")
+        cluster.until(lambda: leaving.process.returncode is not None, 60, "it to leave")
         took = time.monotonic() - told
         assert leaving.process.returncode == 0
         expected = oracle(prompts, 12)
@@ -150,7 +150,7 @@ def test_scenario_h29_a_prefill_that_is_told_to_leave_finishes_or_fails_what_it_
             assert request.tokens == (right if answered else right[: len(request.tokens)])
         if case != "in time":
             assert took < 2 + GRACE, f"{took:.1f} s"
-        check_idle(cluster, DECODE, seconds=7)
+        check_idle(cluster, DECODE, seconds=30)
         check_idle(cluster, PREFILLS[1])
         assert cluster.inspect(DECODE)["epoch"] == boot, "decode is alive"
         again = cluster.start(PROMPT, greedy(8), (PREFILLS[1], DECODE))

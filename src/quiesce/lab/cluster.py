@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +32,7 @@ from quiesce.core.messages import (
     Start,
     Tokens,
 )
+from quiesce.lab.process import WorkerProcess
 from quiesce.lab.worker import Faults, Spec
 
 ROUTER_EPOCH = 7
@@ -80,7 +79,7 @@ class LabRequest:
 class LabWorker:
     name: str
     role: str
-    process: subprocess.Popen[bytes]
+    process: WorkerProcess
     killed: bool = False
     heard: float = 0.0  # when its last heartbeat was read
     cautions: tuple[str, ...] = ()  # of that heartbeat
@@ -104,9 +103,9 @@ class Cluster:
         self.limit = 0  # what workers are told that all have agreed on
         self.workers: dict[str, LabWorker] = {}
         self.requests: dict[str, LabRequest] = {}
-        self._log = (log or run_dir / "workers.log").open("ab")
+        self._log = log or run_dir / "workers.log"
         self._inspections = 0
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[WorkerProcess] = []
         self._open_registry()
 
     def _open_registry(self) -> None:
@@ -127,21 +126,19 @@ class Cluster:
         """Starts a worker, or a successor under the same name; `wait_for` tells when it serves."""
         return self.install(role, name, self.launch(role, name, faults, **settings))
 
-    def install(self, role: str, name: str, process: subprocess.Popen[bytes]) -> LabWorker:
+    def install(self, role: str, name: str, process: WorkerProcess) -> LabWorker:
         """The process bears the name from now on; one that was launched `held` is let go."""
         before = self.workers.get(name)
         if before is not None and before.link is not None:
             self.went_down(before)
             before.link.close()
-        if process.stdin is not None:
-            process.stdin.write(b"go\n")
-            process.stdin.close()
+        process.let_go()
         worker = self.workers[name] = LabWorker(name, role, process)
         return worker
 
     def launch(
         self, role: str, name: str, faults: Faults | None = None, *, held: bool = False, **settings: Any
-    ) -> subprocess.Popen[bytes]:
+    ) -> WorkerProcess:
         """Starts a process. `held`: it loads the model and waits for `install`, so that it serves at once then."""
         if not (self.keys / f"{name}.key").exists():
             self._key(name)
@@ -162,11 +159,7 @@ class Cluster:
         }
         path = self.run_dir / f"{name}-{len(self._processes)}.json"
         path.write_bytes(msgspec.json.encode(Spec(plain, faults or Faults(), held)))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "quiesce.lab.worker", str(path)],
-            stderr=self._log,
-            stdin=subprocess.PIPE if held else subprocess.DEVNULL,
-        )
+        process = WorkerProcess(path, self._log)
         self._processes.append(process)
         return process
 
@@ -176,8 +169,8 @@ class Cluster:
 
     def _serves(self, name: str) -> bool:
         worker = self.workers[name]
-        if worker.process.poll() is not None:
-            raise RuntimeError(f"{name} exited with {worker.process.returncode}: see {self._log.name}")
+        if worker.process.returncode is not None:
+            raise RuntimeError(f"{name} exited with {worker.process.returncode}: see {self._log}")
         return worker.link is not None and worker.link.is_up
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
@@ -302,8 +295,8 @@ class Cluster:
             if time.monotonic() > limit:
                 raise TimeoutError(f"waited {seconds} s for {what}")
             for worker in self.workers.values():
-                if not worker.killed and worker.process.poll() is not None:
-                    raise RuntimeError(f"{worker.name} exited with {worker.process.returncode}, see {self._log.name}")
+                if not worker.killed and worker.process.returncode is not None:
+                    raise RuntimeError(f"{worker.name} exited with {worker.process.returncode}, see {self._log}")
             self.turn()
 
     def until_time(self, seconds: float) -> None:
@@ -312,7 +305,7 @@ class Cluster:
         while time.monotonic() < limit:
             self.turn()
 
-    def inspect(self, name: str, seconds: float = 10.0, page: int | None = None) -> dict[str, Any]:
+    def inspect(self, name: str, seconds: float = 30.0, page: int | None = None) -> dict[str, Any]:
         """What the worker says of itself now, or of one page; the metric samples under `samples`."""
         worker = self.workers[name]
         self._inspections += 1
@@ -339,14 +332,8 @@ class Cluster:
 
     def close(self) -> None:
         for process in self._processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGCONT)
-                process.kill()
-            process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
+            process.close()
         self.router_dies()
-        self._log.close()
 
     def __enter__(self) -> Cluster:
         return self

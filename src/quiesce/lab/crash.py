@@ -11,7 +11,6 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from quiesce.lab.cluster import LabRequest, Oracle
 from quiesce.lab.idle import not_idle
 from quiesce.lab.lossy import Mischief
 from quiesce.lab.patient import DECODE, PAIR, PREFILL, PatientRouter, mover_of
+from quiesce.lab.process import WorkerProcess
 from quiesce.lab.worker import Faults
 
 ROLES = ("prefill", "decode")
@@ -59,7 +59,7 @@ class Matrix:
     cluster: PatientRouter
     oracle: Oracle
     seed: int = 1
-    spares: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    spares: dict[str, WorkerProcess] = field(default_factory=dict)
     boot: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class Matrix:
         self.cluster.wait_for(*PAIR)
         self._warm()
 
-    def _launch(self, name: str, held: bool) -> subprocess.Popen[bytes]:
+    def _launch(self, name: str, held: bool) -> WorkerProcess:
         pace = (MS_PER_PAGE, MS_PER_PAGE) if name == self.lane.poster else (0.0, 0.0)
         last = "Done" if self.lane.direction == "push" else "Standing"
         mischief = (Mischief(last, "delay", while_there=str(self._gate)),) if name == PREFILL else ()
@@ -324,7 +324,7 @@ class Matrix:
         """After a cell that failed: both workers anew, so that the next cell says something of its own."""
         self._resume()
         for name in PAIR:
-            if self.cluster.workers[name].process.poll() is None:
+            if self.cluster.workers[name].process.returncode is None:
                 self.cluster.kill(name)
             self.cluster.install(name.partition("-")[0], name, self._launch(name, held=False))
         self.cluster.wait_for(*PAIR)

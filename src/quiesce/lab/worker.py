@@ -1,11 +1,10 @@
-"""Runs one worker with faults of the lab: `python -m quiesce.lab.worker SPEC.json`. The product never gets here."""
+"""Runs one worker with faults of the lab, in a process of its own. The product never gets here."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -74,7 +73,7 @@ class Faults(msgspec.Struct, frozen=True):
 class Spec(msgspec.Struct, frozen=True):
     settings: dict[str, Any]
     faults: Faults = Faults()
-    held: bool = False  # load the model, then wait for a line on stdin before there is a socket
+    held: bool = False  # load the model, then wait to be let go before there is a socket
 
 
 def settings_from(plain: dict[str, Any]) -> WorkerSettings:
@@ -116,7 +115,8 @@ def stuck(decide: Decide, number: int) -> Decide:
     return lambda pages: Fate(hold=True) if next(writes) == number else decide(pages)
 
 
-def main(path: str) -> int:
+def main(path: str, let_go: Callable[[], bool]) -> int:
+    """`let_go` waits, for one that is held; False: nobody is there any more."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # whoever runs the lab may be killed
     spec = msgspec.json.decode(Path(path).read_bytes(), type=Spec)
     settings = settings_from(spec.settings)
@@ -124,8 +124,8 @@ def main(path: str) -> int:
     if spec.faults.twin in ("no limit", "stub"):
         setattr(assembly, "refuse_pool", lambda *_: None)  # noqa: B010  (the module does not offer it)
     engine = assembly.make_engine(settings)
-    if spec.held and not sys.stdin.readline():
-        return 0  # whoever held it is gone
+    if spec.held and not let_go():
+        return 0
     if settings.role == "colocated":
         colocated = ColocatedWorker(settings, engine)
         retract_every(colocated, spec.faults.retract_every)
@@ -222,7 +222,3 @@ def retract_every(worker: DecodeWorker | ColocatedWorker, every: int) -> None:
         return launch()
 
     steps.launch = launch_after_retraction  # type: ignore[method-assign]
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1]))

@@ -5,7 +5,6 @@ Donor: the request that is cut while its write is posted. Victim: the request th
 
 from __future__ import annotations
 
-import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from quiesce.core.messages import Cancel, Sampling
 from quiesce.lab.cluster import Cluster, LabRequest
+from quiesce.lab.process import WorkerProcess
 from quiesce.lab.race.journal import Journal, Note, Reader
 from quiesce.lab.worker import Faults
 
@@ -111,7 +111,7 @@ class Stage:
         self.gate, self.pause = folder / "gate", folder / "pause"
         self.posts, self.ledger = folder / "posts.jsonl", folder / "ledger.jsonl"
         self._reader = Reader(self.ledger, self.posts)
-        self._spare: subprocess.Popen[bytes] | None = None
+        self._spare: WorkerProcess | None = None
         self.cluster = Cluster(
             model,
             folder,
