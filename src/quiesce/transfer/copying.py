@@ -11,6 +11,7 @@ import numpy as np
 
 BUILD = Path(__file__).parent / "native" / "_copy.so"
 ABI = 1
+_FEW_BYTES = 256  # up to which a plain look is the quicker one
 NATIVE, PLAIN = "native", "numpy"
 
 
@@ -56,4 +57,6 @@ def plain(target: Pool, source: Pool, dst: bytes, src: bytes) -> None:
 
 def highest(numbers: bytes) -> int:
     """Of native int32 page numbers; a negative one counts as beyond any pool."""
+    if len(numbers) <= _FEW_BYTES:
+        return max(memoryview(numbers).cast("I"))
     return int(np.frombuffer(numbers, np.uint32).max())

@@ -81,12 +81,12 @@ class Mover:
             for fd, _ in self._epoll.poll(self._patience(), 64):
                 if fd in self._handlers:
                     self._handlers[fd]()
-            self._flush()
-            self._expire()
             if self._busy:
                 self._copy_some()
             else:
                 self._prefault()
+            self._flush()
+            self._expire()
 
     def _patience(self) -> float | None:
         if self._busy or self._unfaulted() is not None:

@@ -17,14 +17,14 @@ _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_TH
 
 
 class MoverProcess:
-    """`on_packet(packet)` for everything it says, then `on_exit()` once, after it is dead and reaped. `writes`: into
-    the engine's own pool, which pull needs; without it the mover cannot."""
+    """`on_packet(packet)` for everything it says: whether more is owed; then `on_exit()` once, after it is dead and
+    reaped. `writes`: into the engine's own pool, which pull needs; without it the mover cannot."""
 
     def __init__(
         self,
         watch: Watch,
         arena: Arena,
-        on_packet: Callable[[object], None],
+        on_packet: Callable[[object], bool],
         on_exit: Callable[[], None],
         writes: bool = False,
     ) -> None:
@@ -71,9 +71,8 @@ class MoverProcess:
         try:
             for _ in range(256):
                 packet = self._hearing.next()
-                if packet is None:
-                    return
-                self._on_packet(packet)
+                if packet is None or not self._on_packet(packet):
+                    return  # what nobody waits for wakes us again; a look in vain costs as much as a packet
         except (wire.Closed, wire.Malformed):
             self._watch.remove(self._sock.fileno())
             self.kill()  # its word cannot be had any more; its death can

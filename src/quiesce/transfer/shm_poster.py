@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-
-import numpy as np
 
 from quiesce.core.messages import Grant
 from quiesce.core.posting import Outcome
@@ -181,12 +180,13 @@ class Poster:
         return None
 
     def next_deadline(self) -> float | None:
-        due = [state.retry_at for state in self._lenders.values() if state.retry_at is not None]
-        if self._restart_at is not None:
-            due.append(self._restart_at)
-        if self._stall_at is not None:
-            due.append(self._stall_at)
-        return min(due, default=None)
+        soonest = self._restart_at if self._stall_at is None else self._stall_at
+        if self._restart_at is not None and soonest is not None:
+            soonest = min(soonest, self._restart_at)
+        for state in self._lenders.values():  # asked for with every post, so without a list of them
+            if state.retry_at is not None and (soonest is None or state.retry_at < soonest):
+                soonest = state.retry_at
+        return soonest
 
     # ------------------------------------------------------------ posts
 
@@ -204,7 +204,7 @@ class Poster:
         assert self._arena is not None
         refusal: str | None
         try:
-            src, dst = np.asarray(src_pages, np.int64), np.asarray(dst_pages, np.int64)
+            src, dst = array("i", src_pages), array("i", dst_pages)  # as they go to the mover
             own, theirs = (dst, src) if read else (src, dst)
             refusal = self._not_now(read) or refusal_of(state, self._arena, own, theirs, grant, read)
         except OverflowError:
@@ -213,10 +213,9 @@ class Poster:
             log.info("post %d to epoch %x refused, nothing was touched: %s", post.id, peer.epoch, refusal)
             self._end(post, Outcome.FAILED_CLEAN)
             return post
-        if not len(src):
+        if not src:
             self._end(post, Outcome.PLACED)
             return post
-        src, dst = src.astype(np.int32), dst.astype(np.int32)
         starts = range(0, len(src), self._max_transfer_pages)
         total = Sum(post, len(starts))
         self._sums[post.id] = total
@@ -280,7 +279,8 @@ class Poster:
             self._jobs[job.id] = (total, state, len(job.src) // 4)
             state.at_mover += 1
 
-    def _on_packet(self, packet: object) -> None:
+    def _on_packet(self, packet: object) -> bool:
+        """True: the mover has work still, so it may have said more."""
         self._stall_at = None  # it moves
         match packet:
             case wire.Placed(jobs=jobs):
@@ -293,6 +293,7 @@ class Poster:
                 state.attached, state.generation, state.tries = True, generation, 0
             case wire.Lost(peer=number, reason=reason, final=final) if number in self._lenders:
                 self._on_lost(self._lenders[number], reason, final)
+        return bool(self._jobs)
 
     def _on_lost(self, state: Target, reason: str, final: bool) -> None:
         if state.over:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 
 from quiesce.core.messages import Grant
 from quiesce.transfer import mover_wire as wire
@@ -58,9 +58,9 @@ def read_descriptor(descriptor: bytes, page_bytes: int) -> wire.Descriptor:
 
 
 def refusal_of(
-    state: Target | None, arena: Arena, own: np.ndarray, theirs: np.ndarray, grant: Grant, read: bool
+    state: Target | None, arena: Arena, own: array[int], theirs: array[int], grant: Grant, read: bool
 ) -> str | None:
-    """`own`: page numbers in our pool, int64 [n]; `theirs`: in the lender's, which the grant must list."""
+    """`own`: page numbers in our pool; `theirs`: in the lender's, which the grant must list."""
     if state is None or state.over:
         return "the connection is closed or its lender is gone"
     lender = state.request.lender
@@ -68,12 +68,12 @@ def refusal_of(
         return f"the lender lets its pages be {'written' if lender.access == 'write' else 'read'} only"
     if len(own) != len(theirs):
         return f"{len(own)} pages of ours for {len(theirs)} of the lender"
-    if len(own) and (own.min() < 0 or own.max() >= arena.count):
+    if own and (min(own) < 0 or max(own) >= arena.count):
         return f"a page of ours is outside 0..{arena.count - 1}"
-    if len(theirs) and (theirs.min() < 0 or theirs.max() >= lender.pages):
+    if theirs and (min(theirs) < 0 or max(theirs) >= lender.pages):
         return f"a page of the lender is outside 0..{lender.pages - 1}"
     if state.granted[0] is not grant.pages:  # posts of one transfer come one after the other
         state.granted = (grant.pages, frozenset(grant.pages))
-    if not state.granted[1].issuperset(theirs.tolist()):
+    if not state.granted[1].issuperset(theirs):
         return "a page is not in the grant"
     return None

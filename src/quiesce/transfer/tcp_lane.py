@@ -14,18 +14,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
 from quiesce.transfer import tcp_wire as wire
 from quiesce.transfer.interface import Post
 from quiesce.transfer.tcp_stream import IOV, Gate, Stream, advance, shut
-from quiesce.transfer.tcp_wire import ANSWER, HEADER, Closed, Header, Kind, Malformed, Status
+from quiesce.transfer.tcp_wire import ANSWER, HEADER, Closed, Kind, Malformed, Status
 
 log = logging.getLogger("quiesce.transfer")
 
 WINDOW = 64  # jobs sent and not answered; what waits behind them can still be cancelled
+_NO_GATE = Gate(frozenset())  # of what is sent: nothing of it lands here
 DIRECT_BYTES = 128 << 10  # a job up to this size is sent by the owner's own thread when the lane is idle
 
 
@@ -49,12 +50,12 @@ class Job:
     pages: int
     remote: bytes  # the lender's page numbers, as they travel
     views: list[memoryview]  # own pages: sent for a write, filled for a read
-    gate: Gate = field(default_factory=lambda: Gate(frozenset()))
+    gate: Gate = _NO_GATE
     filled: bool = False  # a read: its pages have come, once
 
     def frame(self) -> list[memoryview]:
         length = sum(map(len, self.views))
-        head = HEADER.pack(*Header(self.kind, self.region, self.pages, self.id, self.generation, length))
+        head = HEADER.pack(self.kind, self.region, self.pages, self.id, self.generation, length)
         return [memoryview(head + self.remote), *(self.views if self.kind is Kind.WRITE else ())]
 
 

@@ -26,12 +26,13 @@ from quiesce.transfer.incoming import incoming
 from quiesce.transfer.interface import Access, Arena, PeerLost
 from quiesce.transfer.tcp_permits import Permits
 from quiesce.transfer.tcp_stream import Gate, Stream, page_views, shut
-from quiesce.transfer.tcp_wire import ANSWER, HEADER, Closed, Header, Kind, Malformed, Status
+from quiesce.transfer.tcp_wire import ANSWER, HEADER, NUMBER, Closed, Header, Kind, Malformed, Status
 from quiesce.transfer.watch import Watch
 
 log = logging.getLogger("quiesce.transfer")
 
 MAX_HALF_OPEN = 32
+_COUNTED = {status: f"jobs_{status.name.lower()}" for status in Status}
 
 
 @dataclass(eq=False)
@@ -259,10 +260,14 @@ class TcpLender:
         assert self._arena is not None
         size = self._arena.page_bytes
         while True:
-            header = Header._make(HEADER.unpack(stream.receive(HEADER.size)))
+            head = stream.receive(HEADER.size, NUMBER.size)  # a job of one page has come in one piece then
+            header = Header._make(HEADER.unpack_from(head))
             if not 1 <= header.pages <= wire.MAX_JOB_PAGES:
                 raise Malformed(f"a job of {header.pages} pages")
-            pages = struct.unpack(f"<{header.pages}I", stream.receive(4 * header.pages))
+            numbers = head[HEADER.size :]
+            if missing := NUMBER.size * header.pages - len(numbers):
+                numbers = memoryview(bytes(numbers) + stream.receive(missing))
+            pages = struct.unpack(f"<{header.pages}I", numbers)
             if header.length != header.pages * size:
                 raise Malformed(f"{header.length} bytes for {header.pages} pages of {size}")
             match header.kind:
@@ -272,7 +277,7 @@ class TcpLender:
                     status = self._read(attachment, stream, header, pages)
                 case other:
                     raise Malformed(f"a frame of kind {other}")
-            self._count(f"jobs_{status.name.lower()}")
+            self._count(_COUNTED[status])
             stream.send(ANSWER.pack(status, header.pages, header.job))
 
     def _gate(self, attachment: Attachment, access: Access, header: Header, pages: tuple[int, ...]) -> Gate | None:

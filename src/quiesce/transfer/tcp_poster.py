@@ -231,7 +231,11 @@ class TcpPoster:
                 self._attach(target)
 
     def next_deadline(self) -> float | None:
-        return min((t.retry_at for t in self._targets.values() if t.retry_at is not None), default=None)
+        soonest = None  # asked for with every post, so without a list of them
+        for target in self._targets.values():
+            if target.retry_at is not None and (soonest is None or target.retry_at < soonest):
+                soonest = target.retry_at
+        return soonest
 
     # ------------------------------------------------------------ posts
 

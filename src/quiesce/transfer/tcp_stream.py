@@ -113,13 +113,12 @@ class Stream:
         """Never waits: for headers and answers, not for pages."""
         return self._try_receive((view,))
 
-    def receive(self, size: int) -> bytearray:
-        """Exactly `size` bytes, waiting for them."""
-        out = bytearray(size)
-        view = memoryview(out)
-        while view:
-            view = view[self._receive(view) :]
-        return out
+    def receive(self, size: int, more: int = 0) -> memoryview:
+        """`size` bytes, waiting for them, and up to `more` that have come with them."""
+        out, got = memoryview(bytearray(size + more)), 0
+        while got < size:
+            got += self._receive(out[got:])
+        return out[:got]
 
     def _receive(self, view: memoryview) -> int:
         if self._tls is None:

@@ -160,6 +160,7 @@ class Header(NamedTuple):
 
 
 HEADER = struct.Struct("<BxHIQQQ")
+NUMBER = struct.Struct("<I")  # of a page; a job has one at least
 ANSWER = struct.Struct("<BxxxIQ")  # status, pages, job
 
 
