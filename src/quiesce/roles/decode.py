@@ -203,7 +203,8 @@ class DecodeWorker(AnsweringWorker):
 
     def tell(self, event: LenderEvent | ReaderEvent) -> None:
         on: Callable[[Any], list[Action]] = self.lender.on
-        self.carry_out(on(event))
+        with self.watchers:
+            self.carry_out(on(event))
 
     def act(self, action: Action) -> None:
         match action:

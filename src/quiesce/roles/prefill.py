@@ -270,7 +270,8 @@ class PrefillWorker(Worker):
     # ------------------------------------------------------------ the machine
 
     def tell(self, event: BorrowerEvent) -> None:
-        self.carry_out(self.borrower.on(event))
+        with self.watchers:
+            self.carry_out(self.borrower.on(event))
 
     def act(self, action: Action) -> None:
         match action:

@@ -127,7 +127,8 @@ class PullPrefillWorker(PrefillWorker):
     # ------------------------------------------------------------ the machine
 
     def tell(self, event: LenderEvent) -> None:  # type: ignore[override]  # the other machine's events
-        self.carry_out(self.lender.on(event))
+        with self.watchers:
+            self.carry_out(self.lender.on(event))
 
     def hear(self, message: HandOff | Ping, speaker: int) -> None:
         self.silence.heard(speaker)

@@ -1,8 +1,8 @@
 """What every worker is: one loop that owns the ledger, the machines and the sockets, and an engine thread beside it.
 
-A turn of the loop: empty the inbox, then fire timers (after a pause the answers that waited come first), collect the
-engine step that ended, start the next one. Nothing in it blocks, and each part of it is bounded: whoever sends more
-than we can do waits longer, running answers do not.
+A turn of the loop: hear the peers, whose word may free pages, empty the inbox, then fire timers (after a pause the
+answers that waited come first), collect the engine step that ended, start the next one. Nothing in it blocks, and
+each part of it is bounded: whoever sends more than we can do waits longer, running answers do not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import zmq
 
 from quiesce.channel import KeyRing, Received, start_authenticator
 from quiesce.core.fingerprint import Fingerprint, Limits
-from quiesce.core.ledger import Lease, Ledger
+from quiesce.core.ledger import Ledger
 from quiesce.core.machine import Action
 from quiesce.core.messages import (
     Cancel,
@@ -34,7 +34,6 @@ from quiesce.core.messages import (
     TransferId,
 )
 from quiesce.core.pages import PagePool
-from quiesce.core.proofs import Borrowing
 from quiesce.engine.engine import Engine, Result
 from quiesce.roles.admitting import hold_budget, refusal
 from quiesce.roles.compiling import Compiler
@@ -52,6 +51,7 @@ from quiesce.roles.standing import standing
 from quiesce.roles.state import identity, state_of
 from quiesce.roles.steps import Listeners, Steps
 from quiesce.roles.timers import AT_ONCE, Delays, Timers
+from quiesce.roles.watchers import Watchers
 from quiesce.transfer.interface import Capabilities
 
 log = logging.getLogger("quiesce.worker")
@@ -103,7 +103,8 @@ class Worker(ABC):
         self.waits, self.transfers = Waits(), Transfers()
         self.transfers_failed = 0
         self.unpaired = 0  # legs and offers whose other half never came
-        self.ledger.observe = self._observed
+        self.watchers = Watchers(self.ledger, self.ownership, self.holds.observe, self.budget.observe)
+        self.ledger.observe = self.watchers.observe
         self._todo: deque[Action] = deque()
         self._acting = False
         self.draining = False
@@ -189,7 +190,7 @@ class Worker(ABC):
             self._guarded(self._heartbeat)  # at once, so that nothing more is sent here
         self.poller.poll(math.ceil(self.timers.wait(longest) * 1000))
         began = time.monotonic()
-        for part in (self._receive, self.peers_turn, self._fire, self._compiled):
+        for part in (self.peers_turn, self._receive, self._fire, self._compiled):
             self._guarded(part)
             if time.monotonic() - began > PART:
                 self._guarded(self._collect)
@@ -344,13 +345,6 @@ class Worker(ABC):
     @property
     def malformed(self) -> int:
         return self.listener.malformed + self.registration.link.malformed
-
-    def _observed(self, event: str, tid: TransferId, pages: Any, lease: Lease | None = None, *closed: Any) -> None:
-        if lease is not None and lease.key.kind is Borrowing.COMPUTE:  # a step's, or a seat's
-            self.ownership.name(tid)
-            return
-        for observer in (self.ownership, self.holds, self.budget):
-            observer.observe(event, tid, pages, lease, *closed)
 
     def _inspected(self, seq: int, page: int | None) -> Inspected:
         if page is not None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from quiesce.core.ledger import Lease, Ledger
 from quiesce.core.messages import Grant, TransferId
 from quiesce.core.posting import Outcome
@@ -25,14 +27,14 @@ GATE_POLL = 0.002  # seconds between two looks at a closed gate
 
 
 class Journal:
-    """Appends to one file; each line is flushed, so that a killed process leaves all it said."""
+    """Appends to one file; each line is written at once, so that a killed process leaves all it said."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="ascii", buffering=1)
+        self._file = path.open("ab", buffering=0)
 
     def note(self, event: str, tid: TransferId | str | None, pages: Iterable[int], **more: Any) -> None:
         line = {"at": time.monotonic(), "event": event, "tid": str(tid or ""), "pages": list(pages), **more}
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(msgspec.json.encode(line) + b"\n")
 
 
 @dataclass(frozen=True)
