@@ -47,7 +47,7 @@ def unharmed(serve: Product, answers: dict[int, str]) -> Iterator[None]:
     after = serve.resident()
     grown = {name: after[name] - size for name, size in before.items() if after[name] - size > GROWTH}
     assert not grown, f"MiB gained: {grown}"
-    until(lambda: serve.router_fds() <= fds + 2, 5, "the router's descriptors to be given back")
+    until(lambda: serve.router_fds() <= fds + 2, 30, "the router's descriptors to be given back")
 
 
 @dataclass
@@ -111,12 +111,13 @@ def test_three_hundred_requests_give_up_within_fifty_milliseconds(
     assert tally.cut == 300
 
 
-def test_a_thousand_requests_with_random_cancellations(
-    serve: Product, answers: dict[int, str], unharmed: None
+@pytest.mark.parametrize("count", [300, pytest.param(1000, marks=pytest.mark.long)])
+def test_many_requests_with_random_cancellations(
+    serve: Product, answers: dict[int, str], unharmed: None, count: int
 ) -> None:
-    tally = crowd(serve, answers, 1000, 24, lambda draw: draw.uniform(0.0, 0.6) if draw.random() < 0.5 else None)
+    tally = crowd(serve, answers, count, 24, lambda draw: draw.uniform(0.0, 0.6) if draw.random() < 0.5 else None)
     assert not tally.errors, tally.errors[:3]
-    assert tally.right + tally.cut == 1000 and tally.right > 400
+    assert tally.right + tally.cut == count and tally.right > 0.4 * count
 
 
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0", "router"])

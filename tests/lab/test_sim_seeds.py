@@ -13,11 +13,15 @@ from quiesce.lab.sim.shrink import tell
 
 REQUESTS = 200
 SEEDS = 25  # of one part
+PARTS = range(12)
+IN_EVERY_RUN = 3  # the others in `make test-long`
 
-pytestmark = pytest.mark.slow  # a minute and a half of one core in all
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("part", range(12))
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=[pytest.mark.long] if part >= IN_EVERY_RUN else []) for part in PARTS]
+)
 def test_fresh_seeds_break_no_rule(part: int, record_property: Callable[[str, object], None]) -> None:
     first = int.from_bytes(os.urandom(6), "big")
     print(f"seeds {first} to {first + SEEDS - 1}")

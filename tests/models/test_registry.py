@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -38,9 +37,7 @@ def test_an_unknown_name_lists_the_known_ones(name: str) -> None:
 @pytest.mark.slow
 def test_the_real_default_model_counts_to_a_hundred_in_transformers() -> None:
     folder = registry.resolve("smollm2")
-    started = time.monotonic()
     assert registry.pull("smollm2", verify=True) == registry.resolve("smollm2") == folder
-    assert time.monotonic() - started < 20
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == torch.bfloat16
@@ -52,6 +49,4 @@ def test_the_real_default_model_counts_to_a_hundred_in_transformers() -> None:
     counted = tokenizer(", ".join(map(str, range(1, 101))), return_tensors="pt")["input_ids"]
     with torch.no_grad():
         likeliest = model(torch.cat([prompt, counted], dim=1)).logits[0].argmax(-1)
-        spoken = model.generate(prompt, max_new_tokens=24, do_sample=False)
     assert torch.equal(likeliest[prompt.shape[1] - 1 : -1], counted[0])
-    assert tokenizer.decode(spoken[0, prompt.shape[1] :]).startswith("1, 2, 3, 4, 5, 6, 7,")
