@@ -112,7 +112,7 @@ def cut_wave(cluster: Cluster, draw: random.Random) -> None:
         cluster.until(lambda moment=moment: time.monotonic() - began > moment, 5, "the moment to leave")
         cluster.cancel(request)
         cluster.cancel(request)  # twice is as once
-    cluster.until(lambda: all(request.ends.get("decode-0") for request in wave), 5, "decode's last words")
+    cluster.until(lambda: all(request.ends.get("decode-0") for request in wave), 30, "decode's last words")
     cluster.kill("prefill-0", signal.SIGCONT)
     finish(cluster, *wave)
 

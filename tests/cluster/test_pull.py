@@ -72,7 +72,7 @@ class Pulling(Cluster):
         self.until(lambda: all(request.over for request in requests), seconds, "the last words")
         assert all(len(ends) == 1 for request in requests for ends in request.ends.values()), "one last word a leg"
 
-    def idle(self, *names: str, seconds: float = 8.0) -> None:
+    def idle(self, *names: str, seconds: float = 30.0) -> None:
         for name in names or (P, D, OTHER):
             self.until(lambda name=name: not not_idle(self.inspect(name)), seconds, f"{name} to be idle")  # type: ignore[misc]
 
@@ -125,7 +125,7 @@ def test_samples_of_one_prompt_are_lent_one_by_one(pulling: Pulling, oracle: Ora
     before = pulling.inspect(P)["prompt_tokens_computed"]
     pulling.pause.touch()  # a tiny prompt is computed before the next request is there
     requests = [pulling.ask(prompt(50, 40), group="a group") for _ in range(2)]
-    pulling.until(lambda: pulling.inspect(P)["siblings"] == 1, 5, "one to wait for the other")
+    pulling.until(lambda: pulling.inspect(P)["siblings"] == 1, 30, "one to wait for the other")
     pulling.pause.unlink()
     pulling.over(*requests)
     [expected] = oracle([prompt(50, 40)])
@@ -176,7 +176,7 @@ def test_n10_a_reader_that_gave_up_goes_on_pinging_and_is_fenced_all_the_same(
     given_up = pulling.reading(prompt(3))
     movers = pulling.movers(D)
     pulling._send(D, Cancel(given_up.rid, "only decode is told"))
-    pulling.until(lambda: bool(given_up.ends.get(P)), 2, "prefill to hear of it, by FAILED")
+    pulling.until(lambda: bool(given_up.ends.get(P)), 20, "prefill to hear of it, by FAILED")
     assert pulling.inspect(P)["transfers"] == {"holding": 1}
     pulling.until(lambda: pulling.inspect(P)["transfers"] == {}, HOLD + 2.0, "the fence")
     assert revoked(pulling) == before + 1, "no lease was renewed"
@@ -244,7 +244,7 @@ def test_a_source_that_dies_under_a_read_fails_that_request_and_the_next_one_is_
     epoch = pulling.inspect(D)["epoch"]
     pulling.kill(P)
     request.lost[P] = "killed"
-    pulling.until(lambda: request.outcome is not None, 5, "decode's word")
+    pulling.until(lambda: request.outcome is not None, 30, "decode's word")
     assert request.outcome == "failed" and not request.tokens
     pulling.open()
     pulling.idle(D)
@@ -262,8 +262,8 @@ def test_a_reader_that_dies_gives_everything_back_at_its_source(pulling: Pulling
     request.lost[D] = "killed"
     if pulling.engine == "tcp":  # a closed connection is not a dead engine: the router knows of the death
         pulling.give_up(request, "decode is gone")
-    pulling.until(lambda: bool(request.ends.get(P)), 2, "prefill's word")
-    pulling.idle(P, seconds=2)
+    pulling.until(lambda: bool(request.ends.get(P)), 20, "prefill's word")
+    pulling.idle(P)
     after = pulling.inspect(P)
     assert sum(revoked_by(after)) == sum(revoked_by(before)) + 1, "nobody's word: a fence, or its death"
     if pulling.engine == "shm":
@@ -281,7 +281,7 @@ def test_a_mover_that_dies_under_a_read_costs_that_request_and_nothing_else(pull
     request = pulling.reading(prompt(12))
     [mover] = pulling.movers(D)
     os.kill(mover, signal.SIGKILL)
-    pulling.until(lambda: pulling.inspect(P)["transfers"] == {}, 2, "the proof of its death")
+    pulling.until(lambda: pulling.inspect(P)["transfers"] == {}, 20, "the proof of its death")
     pulling.open()
     pulling.over(request)
     assert request.outcome in ("failed", "cancelled") and not request.tokens

@@ -37,7 +37,7 @@ def test_late_pins_no_decode_pages_through_prefills_queue(
         assert [request.tokens for request in requests] == oracle(PROMPTS)
         assert (most <= 2) if reserve == "late" else (most > 2), most
         for name in PAIR:
-            cluster.until(lambda name=name: not not_idle(cluster.inspect(name)), 5, f"{name} to be idle")
+            cluster.until(lambda name=name: not not_idle(cluster.inspect(name)), 30, f"{name} to be idle")
 
 
 class Clock:

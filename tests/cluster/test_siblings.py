@@ -48,7 +48,7 @@ def test_samples_of_one_prompt_compute_it_once_and_draw_their_own(pair: Cluster,
     assert [request.tokens for request in requests] == expected
     assert computed(pair) == len(PROMPT) + 2, "the other two compute their last token only"
     for name in PAIR:
-        pair.until(lambda name=name: not not_idle(pair.inspect(name)), 5, f"{name} to be idle")
+        pair.until(lambda name=name: not not_idle(pair.inspect(name)), 30, f"{name} to be idle")
 
 
 def test_the_next_sample_computes_the_prompt_when_the_first_is_cut(pair: Cluster, expected: list[list[int]]) -> None:
@@ -57,4 +57,4 @@ def test_the_next_sample_computes_the_prompt_when_the_first_is_cut(pair: Cluster
     pair.until(lambda: all(request.over for request in requests), 30, "the answers")
     assert [request.tokens for request in requests[1:]] == expected[1:]
     for name in PAIR:
-        pair.until(lambda name=name: not not_idle(pair.inspect(name)), 5, f"{name} to be idle")
+        pair.until(lambda name=name: not not_idle(pair.inspect(name)), 30, f"{name} to be idle")

@@ -17,7 +17,7 @@ from e2e.product import Product, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-FAST = 0.1  # seconds
+FAST = 1.0  # seconds, on any machine; what these bodies could cost is many
 GOOD: dict[str, Any] = {"model": "tiny", "prompt": [10, 11], "max_tokens": 4}
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
@@ -120,10 +120,9 @@ def test_a_full_system_answers_503_with_retry_after(narrow: Product) -> None:
     running = [threading.Thread(target=long) for _ in range(4)]
     for thread in running:
         thread.start()
-    until(lambda: narrow.http.get("/health").json()["requests"] == 4, 10, "four requests to run")
-    began = time.monotonic()
+    until(lambda: narrow.http.get("/health").json()["requests"] == 4, 30, "four requests to run")
     refused = narrow.http.post("/v1/completions", json=GOOD)
-    assert time.monotonic() - began < 1
+    assert not answers, "it did not wait for one of the four"
     assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
     assert refused.json()["error"]["type"] == "overloaded_error" and "4" in refused.json()["error"]["message"]
     for thread in running:

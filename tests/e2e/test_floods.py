@@ -29,9 +29,9 @@ def test_k20_d7_fake_rooms_half_handshakes_garbage_and_half_requests_change_noth
     assert counted[INVALID] == CONNECTIONS
     assert sum(value for name, value in counted.items() if "attach_refused" in name) == CONNECTIONS
     assert counted[EVICTED] >= REQUESTS - HEADLESS
-    assert found["longest pause of a stream, s"] < 2, "a busy machine; make soak-router tells the figure"
+    assert found["longest pause of a stream, s"] < 10, "on any machine; make soak-router tells the figure"
 
 
 def test_many_streams_and_short_requests_beside_them_and_all_leave_at_once(serve: Product) -> None:
     found = many_clients(serve, streams=150, short=40)
-    assert found["idle again after, s"] < 10, found
+    assert found["idle again after, s"] < 30, found

@@ -63,7 +63,7 @@ def test_killed_supervisor_leaves_no_process(tiny: Path, folder: Path) -> None:
         assert len(below) == 4, "router, prefill, its mover, decode"
         product.process.kill()
         product.process.wait()
-        until(lambda: not any(alive(pid) for pid in below), 5, "its processes to end")
+        until(lambda: not any(alive(pid) for pid in below), 30, "its processes to end")
     # Its folder stays behind; the next start removes it.
     assert list(product.runtime.iterdir())
     with Product(tiny, folder, *SIZES, *QUICK) as successor:
@@ -75,11 +75,9 @@ def test_killed_supervisor_leaves_no_process(tiny: Path, folder: Path) -> None:
 
 def test_two_at_once_and_a_port_in_use(serve: Product, tiny: Path, folder: Path) -> None:
     words = [sys.executable, "-m", "quiesce", "serve", str(tiny), f"--port={serve.port}"]
-    began = time.monotonic()
     refused = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False, cwd=folder)
     assert refused.returncode == 2
     assert str(serve.port) in refused.stderr and "in use" in refused.stderr.lower()
-    assert time.monotonic() - began < 20
     with Product(tiny, folder, "--colocated", *SIZES, *QUICK) as other:
         warmed(other)
         for prompt in (PROBE, [9] * 300, [11] * 1000):

@@ -16,7 +16,7 @@ from quiesce.ops.probe import Health
 from quiesce.ops.supervisor import Child, Plan, Supervisor, Timing
 
 OBEDIENT = "trap 'echo {name} >> {log}; exit 0' TERM; echo hello from {name}; while :; do sleep 0.02; done"
-DEADLINE = 20.0
+DEADLINE = 60.0
 
 
 class FakeCluster:

@@ -215,7 +215,7 @@ cluster.play(story)
     assert all(alive_in_group(group) for group in groups)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while any(alive_in_group(group) for group in groups):
         if time.monotonic() > deadline:
             pytest.fail("children of a killed supervisor live on")

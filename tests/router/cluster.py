@@ -43,7 +43,7 @@ FINGERPRINT = Fingerprint("tiny", "w0", "float32", "page-major/row", 16, 4096, 2
 LIMITS = Limits(context_length=512, pool_tokens=4096, max_queued=512)
 
 
-async def until(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+async def until(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
     """Polls a real condition until it is truthy; fails the test at the deadline."""
     end = time.monotonic() + seconds
     while not (value := condition()):
@@ -127,7 +127,7 @@ class FakeWorker:
     def plug_in(self) -> None:
         """At the same address; it has forgotten its legs."""
         self.active.clear()
-        end = time.monotonic() + 5.0
+        end = time.monotonic() + 30.0
         while True:
             try:
                 self.control = AsyncListener(self.context, self.endpoint, self.keys)

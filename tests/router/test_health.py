@@ -43,7 +43,7 @@ async def test_n6_a_worker_that_waits_is_told_from_one_that_is_stuck_by_a_test_r
         known = c.router.dispatcher.registry.workers
         await until(lambda: known["prefill-0"].probe_answered and known["decode-0"].probes)
         answer = await c.client.get("/health")
-        deadline = asyncio.get_running_loop().time() + 5
+        deadline = asyncio.get_running_loop().time() + 30
         while answer.status_code == 200:
             assert asyncio.get_running_loop().time() < deadline
             await asyncio.sleep(0.02)
@@ -65,7 +65,7 @@ async def test_a_test_request_goes_to_every_worker_when_health_is_asked_for_it(
     async with cluster(tmp_path, text) as c:
         answer = await c.client.get("/health?probe=1")
         assert answer.status_code == 200 and set(answer.json()["probes"]) == {"prefill-0", "decode-0"}
-        assert all(0 <= seconds < 5 for seconds in answer.json()["probes"].values())
+        assert all(0 <= seconds < 30 for seconds in answer.json()["probes"].values())
         c.prefill.passes = False
         answer = await c.client.get("/health?probe=1")
         assert answer.status_code == 503 and answer.json()["probes"]["prefill-0"] == "the engine broke"

@@ -74,10 +74,11 @@ async def test_g107_times_are_those_that_the_client_sees(c: Cluster) -> None:
     await c.idle()
     found = await scrape(c)
     assert found["quiesce:time_to_first_token_seconds_count"] == 1
-    assert found["quiesce:time_to_first_token_seconds_sum"] == pytest.approx(first, rel=0.1)
-    assert found["quiesce:e2e_request_latency_seconds_sum"] == pytest.approx(last, rel=0.1)
+    # Less than what would tell these times from each other; a busy machine adds some of its own between us and it.
+    assert found["quiesce:time_to_first_token_seconds_sum"] == pytest.approx(first, abs=0.25)
+    assert found["quiesce:e2e_request_latency_seconds_sum"] == pytest.approx(last, abs=0.25)
     assert found["quiesce:time_per_output_token_seconds_count"] == 1
-    assert found["quiesce:time_per_output_token_seconds_sum"] == pytest.approx((last - first) / 3, rel=0.25)
+    assert found["quiesce:time_per_output_token_seconds_sum"] == pytest.approx((last - first) / 3, abs=0.08)
 
 
 async def test_g107_what_started_has_ended_whatever_became_of_it(c: Cluster) -> None:

@@ -85,7 +85,7 @@ def until_answered(cluster: Cluster, requests: Iterable[LabRequest], seconds: fl
 
 
 def check_idle(
-    cluster: Cluster, name: str, seconds: float = 5.0, boot: dict[str, Any] | None = None, but: tuple[str, ...] = ()
+    cluster: Cluster, name: str, seconds: float = 30.0, boot: dict[str, Any] | None = None, but: tuple[str, ...] = ()
 ) -> None:
     """`but`: beginnings of lines that are allowed to stand."""
 

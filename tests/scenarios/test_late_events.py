@@ -239,6 +239,6 @@ def test_scenario_j3_real_workers_take_late_and_doubled_messages_after_every_end
             assert request.outcome != "length" or len(request.tokens) == 12
         assert {request.outcome for request in requests} == {"length", "failed", "cancelled"}
         for name in pair:
-            check_idle(cluster, name, seconds=8)
+            check_idle(cluster, name, seconds=30)
             state = cluster.inspect(name)
             assert state["epoch"] == before[name] and state["stale"] > 0, "counted and ignored"

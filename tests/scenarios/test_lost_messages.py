@@ -72,7 +72,7 @@ def test_scenario_c46_c94_a_message_of_each_kind_lost_doubled_and_late(
             assert request.tokens == expected[index][: len(request.tokens)]
 
         for name in cluster.workers:
-            check_idle(cluster, name, seconds=10)
+            check_idle(cluster, name, seconds=30)
         met = {fate for name in cluster.workers for fate in cluster.inspect(name)["mischief"]}
         wanted = {f"{fate} {kind}" for kind in OFTEN for fate in FATES} | {f"drop {kind}" for kind in ONCE}
         assert met >= wanted, f"never met: {wanted - met}"

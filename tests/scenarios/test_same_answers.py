@@ -119,7 +119,7 @@ def test_scenario_f83_one_token_with_decode_stopped_comes_or_fails_within_the_ho
         began = time.monotonic()
         answer = ask(pd, COMPLETIONS, {"prompt": PROMPT, "max_tokens": 1})
         assert answer["status"] == 200 or answer["status"] >= 500, answer
-        assert time.monotonic() - began < 5 + 3
+        assert time.monotonic() - began < 5 + 15
     finally:
         os.kill(pid, signal.SIGCONT)
     pd.check_idle(pd.boot)

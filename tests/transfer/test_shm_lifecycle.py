@@ -101,8 +101,9 @@ def test_closing_ends_every_post_and_the_mover(pair: Pair) -> None:
     pair.until(lambda: pair.lender.transport.gone(pair.poster.epoch), "proof of the mover's death")
 
 
-def test_a_mover_is_ready_after_half_a_second_of_work(pair: Pair) -> None:
+def test_a_mover_starts_without_what_it_does_not_need(pair: Pair) -> None:
+    """Seconds of imports would be seconds without a way to move pages, after a crash."""
     pair.attach()
-    fields = Path(f"/proc/{pair.poster.mover_pid}/stat").read_text().rpartition(")")[2].split()
-    seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    assert 0 < seconds < 0.5
+    mapped = Path(f"/proc/{pair.poster.mover_pid}/maps").read_text()
+    assert "python" in mapped
+    assert not [name for name in ("torch", "transformers", "zmq", "tokenizers") if f"/{name}/" in mapped]
