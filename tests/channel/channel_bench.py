@@ -11,7 +11,7 @@ import zmq
 from quiesce.channel import KeyPair, KeyRing, Link, LinkEvent, Listener
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
     """Polls a real condition until it is truthy; fails the test at the deadline."""
     deadline = time.monotonic() + seconds
     while True:

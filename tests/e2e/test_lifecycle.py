@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -92,11 +91,9 @@ def test_two_at_once_and_a_port_in_use(serve: Product, tiny: Path, folder: Path)
     serve.check_idle(serve.boot)
 
 
-def test_help_names_every_command_and_starts_fast() -> None:
-    began = time.monotonic()
+def test_help_names_every_command() -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "quiesce", "--help"], capture_output=True, text=True, timeout=60, check=True,
         env=os.environ | {"NO_COLOR": "1"},
     )  # fmt: skip
     assert all(command in shown.stdout for command in ("serve", "prefill", "decode", "router", "colocated", "model"))
-    assert time.monotonic() - began < 10

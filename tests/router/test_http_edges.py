@@ -54,7 +54,7 @@ async def talk(c: Cluster, *pieces: bytes) -> bytes:
         found = b""
         while True:
             try:
-                more = await asyncio.wait_for(reader.read(65536), 5 if not found else 0.5)
+                more = await asyncio.wait_for(reader.read(65536), 30 if not found else 0.5)
             except TimeoutError:
                 return found
             except ConnectionError:
@@ -68,7 +68,7 @@ async def talk(c: Cluster, *pieces: bytes) -> bytes:
 
 async def gone(reader: asyncio.StreamReader) -> bool:
     try:
-        return await asyncio.wait_for(reader.read(), 5) == b""
+        return await asyncio.wait_for(reader.read(), 30) == b""
     except ConnectionError:
         return True
 
@@ -208,7 +208,7 @@ async def test_an_answer_before_the_whole_body_has_come_reaches_a_client_that_se
     reader, writer = await asyncio.open_connection("127.0.0.1", c.router.port)
     writer.write(head)
     await writer.drain()
-    answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+    answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
     assert answer.startswith(b"HTTP/1.1 413"), answer
     length = int(answer.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
     assert b"body_too_large" in await reader.readexactly(length)
@@ -230,7 +230,7 @@ async def test_the_rest_of_a_body_that_never_comes_is_not_waited_for(
         reader, writer = await asyncio.open_connection("127.0.0.1", c.router.port)
         writer.write(request(b"x", "Content-Length: 99999999", close=close))
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 413")
-        await asyncio.wait_for(reader.read(), 5)
+        await asyncio.wait_for(reader.read(), 30)
         await until(lambda: not c.router._gate.open)  # although this client has not closed
         writer.close()
 

@@ -64,7 +64,7 @@ async def test_d7_requests_that_wait_on_one_connection_are_bounded(held: Cluster
     await until(lambda: held.decode.starts)
     assert not gate.counters()["http_requests_invalid"]
     writer.write(PAGE)
-    assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 400")
+    assert (await asyncio.wait_for(reader.read(), 30)).startswith(b"HTTP/1.1 400")
     writer.close()
     assert gate.counters()["http_requests_invalid"] == 1
     await held.idle()
@@ -88,7 +88,7 @@ async def test_d7_connections_without_a_whole_request_make_room_the_oldest_first
     assert gate.counters()["http_spare_evicted"] == 2
     held.decode.answer(next(iter(held.decode.starts.values())))
     held.prefill.end(next(iter(held.prefill.active)), "handed_over")
-    assert b"[DONE]" in await asyncio.wait_for(running[0].read(), 5), "one with a request is left alone"
+    assert b"[DONE]" in await asyncio.wait_for(running[0].read(), 30), "one with a request is left alone"
     for _, writer in (running, between, half, fresh, other):
         writer.close()
     await until(lambda: not gate.spare and not gate.open)

@@ -40,8 +40,9 @@ async def test_both_legs_get_one_start_with_one_room_and_the_decode_leg_names_it
 async def test_r1_client_gone_before_the_first_token_cancels_both_legs(tmp_path: Path, text: TextModel) -> None:
     async with cluster(tmp_path, text, [{"role": "prefill", "hold": True}, {"role": "decode", "hold": True}]) as c:
         for stream in (False, True):
-            with pytest.raises(httpx.ReadTimeout):
-                await c.client.post("/v1/chat/completions", json=body(stream=stream), timeout=0.2)
+            leaving = asyncio.create_task(c.client.post("/v1/chat/completions", json=body(stream=stream)))
+            await until(lambda: c.prefill.active and c.decode.active)
+            leaving.cancel()
             await c.idle()
         assert len(c.prefill.cancels) == len(c.decode.cancels) == 2
         assert {cancel.rid for cancel in c.prefill.cancels} == set(c.prefill.starts) == set(c.decode.starts)
@@ -123,9 +124,10 @@ async def test_r4_the_router_asks_for_a_cancel_and_says_nothing_of_pages(tmp_pat
     for message in (messages.Start, messages.Cancel, messages.Inspect, messages.Registered):
         assert not {"pages", "grant", "leg", "tid"} & set(message.__struct_fields__)
     async with cluster(tmp_path, text, [{"role": "prefill", "hold": True}, {"role": "decode", "deaf": True}]) as c:
-        with pytest.raises(httpx.ReadTimeout):
-            c.decode.hold = True
-            await c.client.post("/v1/chat/completions", json=body(), timeout=0.2)
+        c.decode.hold = True
+        leaving = asyncio.create_task(c.client.post("/v1/chat/completions", json=body()))
+        await until(lambda: c.decode.active)
+        leaving.cancel()
         # A worker that has not said its last word still counts, and is asked again.
         await until(lambda: len(c.decode.cancels) >= 2)
         worker = c.router.dispatcher.registry.workers["decode-0"]
@@ -210,7 +212,7 @@ async def test_d3_a_workers_own_port_goes_by_the_agreed_limit(tmp_path: Path, te
                 answer = await c.client.post(f"http://127.0.0.1:{port}/generate", json=body)
                 took.append(time.monotonic() - began)
                 assert answer.status_code == 400 and "60" in answer.text, answer.text
-        assert min(took[:5]) < 0.05 and min(took[5:]) < 0.05, "nothing is waited for"
+        assert min(took[:5]) < 1 and min(took[5:]) < 1, "nothing is waited for"
         assert not c.prefill.starts and not c.decode.starts
 
 
@@ -391,7 +393,7 @@ async def test_draining_refuses_new_work_lets_running_work_end_and_then_cuts_it(
     tmp_path: Path, text: TextModel
 ) -> None:
     held = [{"role": "prefill"}, {"role": "decode", "hold": True}]
-    async with cluster(tmp_path, text, held, drain_timeout=0.5) as c:
+    async with cluster(tmp_path, text, held, drain_timeout=2.0) as c:
         good, slow = [asyncio.create_task(c.chat()) for _ in range(2)]
         await until(lambda: len(c.decode.active) == 2)
         c.router.stop()

@@ -111,11 +111,11 @@ class Raw:
         serving = threading.Thread(target=self._serve, args=(pair, pair_turns))
         serving.start()
         try:
-            self.answer = wire.receive_packet(self.sock, time.monotonic() + 5)
+            self.answer = wire.receive_packet(self.sock, time.monotonic() + PATIENCE)
             if isinstance(self.answer, wire.Challenge):
                 proof = wire.proof_of(secret, b"poster", knock, self.answer.nonce)
                 wire.send_packet(self.sock, wire.Response(proof))
-                self.answer = wire.receive_packet(self.sock, time.monotonic() + 5)
+                self.answer = wire.receive_packet(self.sock, time.monotonic() + PATIENCE)
         finally:
             pair_turns.set()
             serving.join()
@@ -131,11 +131,11 @@ class Raw:
         self.sock.sendall(header + struct.pack(f"<{len(pages)}I", *pages))
 
     def status(self) -> Status:
-        self.sock.settimeout(5)
+        self.sock.settimeout(PATIENCE)
         return Status(ANSWER.unpack(self.sock.recv(ANSWER.size, socket.MSG_WAITALL))[0])
 
     def is_closed(self) -> bool:
-        self.sock.settimeout(5)
+        self.sock.settimeout(PATIENCE)
         try:
             return self.sock.recv(1) == b""
         except ConnectionResetError:
@@ -408,18 +408,18 @@ class Liar:
     def attach(self, pair: Pair) -> Peer:
         peer = pair.poster.transport.connect(msgspec.msgpack.encode(self.descriptor), P)
         self.sock, _ = self.listener.accept()
-        knock = wire.receive_packet(self.sock, time.monotonic() + 5)
+        knock = wire.receive_packet(self.sock, time.monotonic() + PATIENCE)
         assert isinstance(knock, wire.Knock)
-        self.sock.settimeout(5)
+        self.sock.settimeout(PATIENCE)
         proof = wire.proof_of(self.descriptor.secret, b"lender", knock, b"n" * 16)
         wire.send_packet(self.sock, wire.Challenge(b"n" * 16, proof))
-        wire.receive_packet(self.sock, time.monotonic() + 5)
+        wire.receive_packet(self.sock, time.monotonic() + PATIENCE)
         wire.send_packet(self.sock, wire.Attached(1))
         pair.until(lambda: pair.poster.transport._poster._targets[peer.number].attached, "the poster to know")
         return peer
 
     def job(self) -> int:
-        self.sock.settimeout(5)
+        self.sock.settimeout(PATIENCE)
         header = Header._make(HEADER.unpack(self.sock.recv(HEADER.size, socket.MSG_WAITALL)))
         self.sock.recv(4 * header.pages, socket.MSG_WAITALL)
         return header.job
