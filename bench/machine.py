@@ -14,12 +14,11 @@ BUSY = 0.5  # load average before we begin, above which something else is runnin
 def describe() -> dict[str, object]:
     """CPU, memory and versions; the commit, with "+" when files differ from it."""
     cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "?")
-    flags = next((line for line in _lines("/proc/cpuinfo") if line.startswith("flags")), "").split()
     memory = next(int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal"))
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
-        "isa": [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags],
+        "isa": [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags()],
         "memory_gib": round(memory / 2**20, 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
@@ -27,6 +26,11 @@ def describe() -> dict[str, object]:
         "transformers": version("transformers"),
         "commit": _commit(),
     }
+
+
+def flags() -> list[str]:
+    """The CPU's, as Linux names them; none on an architecture that has none."""
+    return next((line for line in _lines("/proc/cpuinfo") if line.startswith("flags")), "").split()
 
 
 def noise(when: str) -> str | None:

@@ -16,7 +16,11 @@ from bench.machine import core_seconds
 from bench.peers import OFFLINE, ONE_THREAD, ROOT, Peer
 from bench.report import Window
 
-DEADLINE = 900.0  # seconds for any one answer; vLLM compiles before its first, for minutes on a slow core
+DEADLINE = 900.0  # seconds for any one answer; vLLM warms up before its first, for minutes on a slow core
+LONGEST, FEWEST = (
+    240.0,
+    3,
+)  # seconds for the rounds of a case: where an engine is slow there are fewer, not below three
 ENOUGH = 0.92  # share of the core below which a window was disturbed and is taken again
 
 
@@ -31,12 +35,13 @@ class Turns(Protocol):
 class Pinned:
     """A peer's process group on `core`. Only the one that was asked runs; the others are stopped: some would spin."""
 
-    def __init__(self, peer: Peer, model: Path, dtype: str, core: int) -> None:
-        self.name, self._case = peer.name, ""
+    def __init__(self, peer: Peer, model: Path, dtype: str, core: int, patience: float = DEADLINE) -> None:
+        """`patience`: seconds for any one answer."""
+        self.name, self._patience = peer.name, patience
         command = ["taskset", "-c", str(core), str(peer.python), "-m", "bench.offline", peer.module]
-        bound = {"VLLM_CPU_OMP_THREADS_BIND": str(core)} if peer.name == "vllm" else {}
+        bound = {"VLLM_CPU_OMP_THREADS_BIND": str(core)} if peer.module == "bench.peers.vllm_llm" else {}
         self._process = subprocess.Popen(
-            [*command, str(model), dtype, *peer.options],
+            [*command, str(model), peer.dtype or dtype, *peer.options],
             cwd=ROOT,
             env=os.environ | ONE_THREAD | OFFLINE | peer.environment | bound,
             stdin=subprocess.PIPE,
@@ -80,10 +85,10 @@ class Pinned:
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], DEADLINE)
+        ready, _, _ = select.select([self._process.stdout], [], [], self._patience)
         line = self._process.stdout.readline() if ready else ""
         if not line:
-            what = "ended" if ready else f"gave no answer within {DEADLINE:.0f} s"
+            what = "ended" if ready else f"gave no answer within {self._patience:.0f} s"
             raise RuntimeError(f"the {self.name} process {what}; its own messages are above")
         return dict(json.loads(line))
 
@@ -93,12 +98,12 @@ class Pinned:
 
 
 def interleave(subjects: Sequence[Turns], case: Case, prompts: Prompts, rounds: int) -> dict[str, list[Window]]:
-    """`rounds` windows of each subject, in turn, after one of each that is not counted.
+    """At most `rounds` windows of each subject, in turn, after one of each that is not counted.
 
     A window that was disturbed is taken once more while the case's allowance lasts, and the less disturbed stays.
     """
-    for subject in subjects:
-        subject.window(case, prompts.of(case, 0))
+    once = sum(subject.window(case, prompts.of(case, 0)).wall for subject in subjects)
+    rounds = min(rounds, max(FEWEST, int(LONGEST / once)))
     taken: dict[str, list[Window]] = {subject.name: [] for subject in subjects}
     allowance = rounds
     for number in range(1, rounds + 1):

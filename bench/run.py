@@ -53,9 +53,11 @@ def say(text: str) -> None:
 
 def available(wanted: argparse.Namespace) -> list[str]:
     """Peers that can take part; says who cannot, and why."""
-    found = []
+    found, flags = [], machine.flags()
     for name, peer in peers.ALL.items():
         if wanted.peer and name not in wanted.peer and not name.startswith("quiesce"):
+            continue
+        if peer.lacks(flags) or peer.dtype == wanted.dtype:
             continue
         if not peer.installed:
             say(f"{name} is left out: it is not installed (make bench-peers)")
@@ -88,7 +90,7 @@ def engines(wanted: argparse.Namespace, folder: Path, names: list[str], result: 
                 say(f"{name} is left out: {error}")
         for case in chosen(only, list(opened)):
             rounds = 3 if wanted.quick else 5 if case.kind == "requests" or case.prompt > 4096 else 9
-            say(f"measuring {case.name}, {wanted.dtype}, {rounds} rounds in turn on core {wanted.core}")
+            say(f"measuring {case.name}, {wanted.dtype}, up to {rounds} rounds in turn on core {wanted.core}")
             windows = interleave([opened[name] for name in case.rivals], case, prompts, rounds)
             weight = INT8_BYTES if "quiesce int8" in case.rivals else None
             top = ceiling(case, config, wanted.dtype, limits, weight)
@@ -150,6 +152,8 @@ def conclude(result: dict[str, Any], path: Path) -> int:
         tables.append(report.serving_table(result["serving"]))
     if result["first_answer_s"]:
         tables.append(f"seconds from `quiesce serve` to the first answer: {result['first_answer_s'].text(1)}")
+    if any("vllm float32" in one.against for one in compared):
+        tables.append(peers.FLOAT32_TOO)
     text = "\n\n".join(tables)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report.as_json(result | {"verdict": verdict}), indent=1) + "\n", encoding="utf-8")

@@ -8,10 +8,13 @@ from vllm import LLM, SamplingParams
 
 from bench.offline import Work
 
+AT_ONCE = 2048  # tokens of a step, as its server has it; it also warms up with so many, minutes where they are slow
+
 
 class Vllm:
     def __init__(self, model: str, dtype: str) -> None:
-        self._llm = LLM(model=model, dtype=dtype, max_model_len=8192, max_num_seqs=64, disable_log_stats=True, seed=0)
+        sizes = {"max_model_len": 8192, "max_num_seqs": 64, "max_num_batched_tokens": AT_ONCE}
+        self._llm = LLM(model=model, dtype=dtype, disable_log_stats=True, seed=0, **sizes)
         self._engine = self._llm.llm_engine
         self._prompts: list[list[int]] = []
         self._requests = 0

@@ -55,6 +55,12 @@ def test_the_share_of_the_limit_does_not_fall_with_a_neighbour() -> None:
     assert alone.of_ceiling == beside.of_ceiling == 0.5
 
 
+def test_a_peer_in_float32_is_judged_as_strictly() -> None:
+    windows = {"quiesce": [window(1.0)], "vllm": [window(9.0)], "vllm float32": [window(2.0)]}
+    both = report.compare("decode-8", "bfloat16", windows, ceiling=200.0, enough=ENOUGH)
+    assert [(goal.value, goal.met) for goal in goals.speed([both])] == [(9.0, True), (2.0, False)]
+
+
 def test_agreement_counts_up_to_the_first_difference() -> None:
     assert report.agreement([[1, 2, 3, 4]], [[1, 2, 9, 4]]) == 0.5
     assert report.agreement([[1, 2], [3, 4]], [[1, 2], [3, 4]]) == 1.0
@@ -175,6 +181,15 @@ def test_turns_alternate_and_the_first_window_does_not_count(prompts: Prompts) -
     taken = interleave([Played("a", [0.1], order), Played("b", [0.1], order)], CASES[0], prompts, 3)
     assert "".join(order) == "ab" + "ab" + "ba" + "ab"
     assert [w.core_share for w in taken["a"] + taken["b"]] == [1.0] * 6
+
+
+def test_where_an_engine_is_slow_there_are_fewer_rounds(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr("bench.pinned.LONGEST", 5.0)  # a window takes one second
+    assert len(interleave([Played("a", [], order)], CASES[0], prompts, 9)["a"]) == 5
+    monkeypatch.setattr("bench.pinned.LONGEST", 0.5)
+    assert len(interleave([Played("a", [], order)], CASES[0], prompts, 9)["a"]) == 3
+    assert len(interleave([Played("a", [], order)], CASES[0], prompts, 2)["a"]) == 2
 
 
 def test_a_disturbed_window_is_taken_again_within_the_allowance(prompts: Prompts) -> None:
