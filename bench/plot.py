@@ -12,12 +12,14 @@ COLOURS = {
     "quiesce": "#1b6ca8",
     "quiesce int8": "#6aa9d8",
     "vllm": "#e08e45",
+    "vllm float32": "#f0c49a",
     "llama.cpp": "#6b8f3c",
     "llama.cpp Q4_1": "#a9c47f",
     "transformers": "#9a9a9a",
     "Quiesce PD": "#1b6ca8",
     "Quiesce colocated": "#6aa9d8",
     "vLLM PD": "#e08e45",
+    "vLLM PD float32": "#f0c49a",
 }
 
 

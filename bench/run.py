@@ -37,6 +37,13 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--peer", action="append", choices=[*peers.ALL], help="only beside these (default: all that are installed)"
     )
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        action="append",
+        choices=serving.LEVELS,
+        help="over HTTP only this many requests at once",
+    )
     parser.add_argument("--into", type=Path, help="add to, and replace in, the results of this JSON file")
     parser.add_argument("--model", default=DEFAULT, help="known name, folder or hub id (default %(default)s)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -130,7 +137,9 @@ def main() -> int:
         result["first_answer_s"], result["idle_gib"] = startup.first_answers(wanted.model, 1 if wanted.quick else 3)
     if "http" in parts:
         makers = serving.ways(wanted.model, folder, wanted.dtype, names)
-        result["serving"] |= serving.measure(makers, Prompts(folder), 2 if wanted.quick else 5, say)
+        levels = wanted.at_once or serving.LEVELS
+        for way, found in serving.measure(makers, Prompts(folder), levels, 2 if wanted.quick else 5, say).items():
+            result["serving"].setdefault(way, {}).update(found)
     path = wanted.into or RESULTS / f"{now.replace(':', '').removesuffix('+0000')}.json"
     return conclude(result, path)
 
