@@ -14,7 +14,7 @@ from e2e.streams import Stream
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-HEARD_SECONDS = 10.0  # the fault would be the deadline of the request, minutes
+HEARD_SECONDS = 30.0  # on any machine; the fault would be the deadline of the request, minutes
 BACK_SECONDS = 90.0
 LONG = [20 + i % 200 for i in range(1900)]
 PROBE = [30, 31, 32, 33]

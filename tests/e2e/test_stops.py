@@ -87,7 +87,10 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize(("together", "number"), [pytest.param(*end, marks=marks) for end, marks in ENDS.items()])
+@pytest.mark.parametrize(
+    ("together", "number"),
+    [pytest.param(*end, marks=marks, id=f"{end[0]}-{end[1].name}") for end, marks in ENDS.items()],
+)
 def test_scenario_h7_only_requests_in_flight_fail_when_a_process_restarts_under_its_name(
     serve: Product, together: str, number: signal.Signals
 ) -> None:
