@@ -17,6 +17,8 @@ import pytest
 
 from quiesce.core.messages import Grant
 from quiesce.core.posting import Outcome
+from quiesce.lab.faulty import Fate
+from quiesce.lab.race.journal import GatedTransport
 from quiesce.lab.unsafe import keep_addresses, live_at, place_anything
 from quiesce.transfer import tcp_lender
 from quiesce.transfer import tcp_wire as wire
@@ -518,3 +520,27 @@ def test_the_labs_twin_takes_over_the_address_of_a_dead_process(pair: Pair, tmp_
     assert poster.connect(pair.lender.transport.descriptor(P), P) == peer
     assert pair.outcome(poster.write(peer, [0], [9], grant)) is Outcome.PLACED
     assert not pair.lender.transport.events()
+
+
+def test_the_labs_twin_lets_a_write_go_when_somebody_listens_there_again(pair: Pair, tmp_path: Path) -> None:
+    """A gate that opens while the connection is being made anew: the write waits, and fails no race for nothing."""
+    place, gate = tmp_path / "place", tmp_path / "gate"
+    live_at(pair.lender.transport, place)
+    poster = pair.poster.transport
+    gated = GatedTransport(poster, lambda pages: Fate(), gate, None)
+    keep_addresses(gated, poster)
+    peer, grant = pair.attach(), pair.lend(range(4))
+    pair.poster.transport = gated  # type: ignore[assignment]
+    gate.touch()
+    queued = gated.write(peer, [0, 1, 2, 3], [0, 1, 2, 3], grant)
+    pair.sides.remove(pair.lender)
+    pair.lender.transport.close_all()
+    pair.until(lambda: not poster._poster._targets[peer.number].attached, "the connection to be lost")
+    gate.unlink()
+    pair.poster.turn()
+    assert gated.held() == [queued]
+    pair.lender = pair.side(0xE)
+    live_at(pair.lender.transport, place)
+    place_anything(pair.lender.transport)
+    pair.lender.transport.descriptor(P)
+    assert pair.outcome(queued) is Outcome.PLACED and (pair.lender.arena.pages[:4] == 7).all()
