@@ -9,7 +9,7 @@ from quiesce.core.messages import Sampling
 from quiesce.engine.batch import Row
 from quiesce.engine.drawing import Drawer
 from quiesce.engine.errors import EngineError
-from quiesce.engine.native.library import WISH, Library, levels, load
+from quiesce.engine.native.library import UNDER, WISH, Library, levels, load
 
 TIE = 1e-5  # of the mass: so near to a border rounding may decide
 LEVELS = levels()
@@ -90,6 +90,22 @@ def test_all_levels_and_numpy_draw_alike_from_a_real_vocabulary() -> None:
     drawn = [Drawer(49_152, (2,), load(level)).draw(rows, logits.copy()) for level in LEVELS]
     plain = Drawer(49_152, (2,), None).draw(rows, logits)
     assert all(row == plain for row in drawn)
+
+
+def test_rows_at_once_and_known_peaks_draw_what_each_row_alone_does(library: Library) -> None:
+    """While one row is drawn from, the next one's peaks are read."""
+    random = np.random.default_rng(3)
+    for vocab in (40, 500, 5003):
+        logits = np.stack([logits_of(vocab, 1.0 + at % 4, at) for at in range(3 * len(WISHES))])
+        asked = np.concatenate([wish_of(wish, random.random()) for wish in WISHES * 3])
+        alone, together, known = asked.copy(), asked.copy(), asked.copy()
+        for at in range(len(asked)):
+            library.draw(logits[at : at + 1], alone[at : at + 1])
+        library.draw(logits, together)
+        blocks = [block.max(axis=1) for block in np.split(logits, range(UNDER, vocab, UNDER), axis=1)]
+        library.draw(logits, known, np.stack(blocks, axis=1))
+        assert (together["token"] == alone["token"]).all()
+        assert (known["token"] == alone["token"]).all()
 
 
 def test_greedy_takes_the_best_and_the_lowest_id_of_a_tie(library: Library) -> None:

@@ -31,15 +31,20 @@ class Sampler {
     static constexpr double DEPTHS[] = {10, 14, 18};  // and how far blocks are weighed
     static constexpr float LOWEST = std::numeric_limits<float>::lowest();
     static constexpr float ABOVE_ALL = std::numeric_limits<float>::infinity();
+    static constexpr int NARROWED = 6;  // halvings of the gap in which the bound of top-k is looked for
     static constexpr double ROUNDED = 1.00001;  // the rest of the mass is not estimated too low
 
-    const float *x, *peaks;
+    // A row of logits. What of it is read is known from its peaks: `low` is how far down blocks are wanted at first.
+    struct Row {
+        const float *x, *peaks;
+        float best, low;
+    };
+
     long n, blocks;
-    float best;
+    Row row;
     double mass, rest;               // the sum of exp((x - best) / temperature) in what was weighed; at most, elsewhere
     float weighed;                   // blocks whose peak reaches this are
-    std::vector<float> own;          // peaks that did not come with the logits
-    std::vector<float> sorting;
+    std::vector<float> own[2];       // peaks that did not come with the logits, of a row and the next
     float high;                      // candidates that reach this have been found
     size_t margins;                  // used up
     std::vector<uint64_t> found;     // candidates, each its rank: value falling, then id rising
@@ -57,66 +62,98 @@ class Sampler {
         return read<float>(&bits);
     }
 
-    // Calls f with every vector of a block; beyond the end of the row there is nothing.
+    // Calls f with every vector of a block and its place; beyond the end of the row there is nothing.
     template <class F> void each(long block, F f) const {
         const long first = block * UNDER;
         if (first + UNDER <= n) {
-            for (long i = 0; i < UNDER; i += W) f(load(x + first + i));
+            for (long i = first; i < first + UNDER; i += W) f(load(row.x + i), i);
             return;
         }
         for (long i = first; i < n; i += W) {
             float rest[W];
-            for (int k = 0; k < W; k++) rest[k] = i + k < n ? x[i + k] : NOTHING;
-            f(load(rest));
+            for (int k = 0; k < W; k++) rest[k] = i + k < n ? row.x[i + k] : NOTHING;
+            f(load(rest), i);
         }
     }
 
+    // Calls f with every block of low <= peak < below.
+    template <class F> void between(const float *peaks, float low, float below, F f) const {
+        long b = 0;
+        for (; b + W <= blocks; b += W) {
+            const Floats v = load(peaks + b);
+            for (unsigned hits = bits((v >= low) & (v < below)); hits; hits &= hits - 1) f(b + __builtin_ctz(hits));
+        }
+        for (; b < blocks; b++)
+            if (peaks[b] >= low && peaks[b] < below) f(b);
+    }
+
+    long reaching(const float *peaks, float low) const {
+        Ints hits = {};
+        long b = 0, count = 0;
+        for (; b + W <= blocks; b += W) hits -= (Ints)(load(peaks + b) >= low);
+        for (int i = 0; i < W; i++) count += hits[i];
+        for (; b < blocks; b++) count += peaks[b] >= low;
+        return count;
+    }
+
+    // What at least `kept` blocks reach, so that as many values do, and not many more blocks.
+    float reached_by(long kept, const float *peaks, float best) const {
+        float low = best, high, gap = 1;
+        do {
+            high = low, low = std::max(LOWEST, best - gap), gap *= 2;
+        } while (reaching(peaks, low) < kept && low > LOWEST);
+        for (int i = 0; i < NARROWED; i++) {
+            const float middle = low / 2 + high / 2;
+            (reaching(peaks, middle) < kept ? high : low) = middle;
+        }
+        return low;
+    }
+
     // Tells memory which blocks are about to be read: their places are in no order that it could guess.
-    void fetch(float low, float below) const {
-        for (long b = 0; b < blocks; b++)
-            if (peaks[b] >= low && peaks[b] < below)
-                for (long i = 0; i < UNDER; i += 16) __builtin_prefetch(x + b * UNDER + i, 0, 3);
+    void fetch(const Row &of, float low, float below) const {
+        between(of.peaks, low, below, [&](long b) {
+            for (long i = 0; i < UNDER; i += 16) __builtin_prefetch(of.x + b * UNDER + i, 0, 2);
+        });
     }
 
     // Weighs the blocks whose peak reaches `low`, and bounds what the others can weigh.
     void weigh(float low, double temperature) {
-        const Floats scale = splat((float)(1.4426950408889634 / temperature)), top = splat(best);
+        const Floats scale = splat((float)(1.4426950408889634 / temperature)), top = splat(row.best);
         Floats sums = {}, others = {};
         long taken = 0;
-        fetch(low, weighed);
-        for (long b = 0; b < blocks; b++) {
-            if (peaks[b] < low || peaks[b] >= weighed) continue;
-            each(b, [&](Floats v) { sums += exp2((v - top) * scale); });
+        if (low < row.low) fetch(row, low, weighed);
+        between(row.peaks, low, weighed, [&](long b) {
+            each(b, [&](Floats v, long) { sums += exp2((v - top) * scale); });
             if (++taken % FLUSH == 0) mass += sum(sums), sums = Floats{};
-        }
+        });
         mass += sum(sums);
         weighed = low;
         long b = 0;
         for (; b + W <= blocks; b += W) {
-            const Floats v = load(peaks + b);
+            const Floats v = load(row.peaks + b);
             others += pick(v < low, exp2((v - top) * scale), Floats{});
         }
         rest = sum(others);
         for (; b < blocks; b++)
-            if (peaks[b] < low) rest += std::exp(((double)peaks[b] - best) / temperature);
+            if (row.peaks[b] < low) rest += std::exp(((double)row.peaks[b] - row.best) / temperature);
         rest *= UNDER * ROUNDED;
     }
 
     // Candidates of low <= value < high.
     void collect(float low, float high) {
-        for (long b = 0; b < blocks; b++) {
-            if (peaks[b] < low) continue;
-            for (long i = b * UNDER; i < (b + 1) * UNDER && i < n; i += W) {
-                if (i + W <= n && largest(load(x + i)) < low) continue;  // most have none
-                for (long k = i; k < i + W && k < n; k++)
-                    if (x[k] >= low && x[k] < high) found.push_back(rank(x[k], k));
-            }
-        }
+        between(row.peaks, low, ABOVE_ALL, [&](long b) {
+            each(b, [&](Floats v, long first) {
+                for (unsigned hits = bits((v >= low) & (v < high)); hits; hits &= hits - 1) {
+                    const long k = first + __builtin_ctz(hits);
+                    found.push_back(rank(row.x[k], k));
+                }
+            });
+        });
     }
 
     void take(uint64_t rank, double temperature) {
         const double before = reach.empty() ? 0 : reach.back();
-        reach.push_back(before + std::exp(((double)value(rank) - best) / temperature));
+        reach.push_back(before + std::exp(((double)value(rank) - row.best) / temperature));
         ids.push_back((int32_t)(uint32_t)rank);
     }
 
@@ -128,22 +165,15 @@ class Sampler {
 
     int64_t first_best() const {
         for (long b = 0;; b++)
-            if (peaks[b] == best)
+            if (row.peaks[b] == row.best)
                 for (long i = b * UNDER;; i++)
-                    if (x[i] == best) return i;
+                    if (row.x[i] == row.best) return i;
     }
 
     // All that min-p and top-k leave are few enough to be sorted.
-    int64_t among_kept(const Wish &wish, long kept) {
-        float low = LOWEST;
-        if (wish.min_p > 0) low = std::max(low, (float)(best + wish.temperature * std::log(wish.min_p)));
-        if (kept <= blocks) {  // so many blocks reach it, so the kept ones do
-            sorting.assign(peaks, peaks + blocks);
-            std::nth_element(sorting.begin(), sorting.begin() + kept - 1, sorting.end(), std::greater<float>());
-            low = std::max(low, sorting[kept - 1]);
-        }
-        fetch(low, ABOVE_ALL);
-        collect(low, ABOVE_ALL);
+    int64_t among_kept(const Wish &wish) {
+        const long kept = kept_by(wish);
+        collect(row.low, ABOVE_ALL);
         if ((long)found.size() > kept) {
             std::nth_element(found.begin(), found.begin() + kept, found.end());
             found.resize(kept);
@@ -167,7 +197,7 @@ class Sampler {
             while (found.empty()) {
                 if (margins > std::size(MARGINS)) return false;
                 const bool last = margins == std::size(MARGINS);
-                const float low = last ? LOWEST : std::max(LOWEST, (float)(best - MARGINS[margins] * temperature));
+                const float low = last ? LOWEST : std::max(LOWEST, (float)(row.best - MARGINS[margins] * temperature));
                 margins++;
                 collect(low, high);
                 high = low;
@@ -188,7 +218,7 @@ class Sampler {
         mass = 0, weighed = ABOVE_ALL;
         for (size_t turn = 0;; turn++) {
             const bool all = turn == std::size(DEPTHS);
-            weigh(all ? LOWEST : std::max(LOWEST, (float)(best - DEPTHS[turn] * wish.temperature)), wish.temperature);
+            weigh(all ? LOWEST : depth(turn, row.best, wish), wish.temperature);
             const double least = share * mass, most = share * (mass + rest);
             const bool there = take_until(least, !cut, wish.temperature);
             const auto at = cut ? std::lower_bound(reach.begin(), reach.end(), least)
@@ -204,25 +234,58 @@ class Sampler {
         }
     }
 
-  public:
-    // logits [n] and, where they are known, their peaks -> wish.token
-    void draw(const float *logits, const float *known, long vocab, Wish &wish) {
-        x = logits, n = vocab, blocks = blocks_of(vocab), peaks = known;
-        found.clear(), reach.clear(), ids.clear();
-        if (!peaks) {
-            own.resize(blocks);
-            find_peaks(x, n, wish.masked, own.data());
-            peaks = own.data();
+    static float depth(size_t turn, float best, const Wish &wish) {
+        return std::max(LOWEST, (float)(best - DEPTHS[turn] * wish.temperature));
+    }
+
+    long kept_by(const Wish &wish) const { return wish.top_k > 0 && wish.top_k < n ? wish.top_k : n; }
+
+    // Reads a row's peaks only; what of the row itself is going to be read is on its way when this returns.
+    Row look(const float *x, const float *peaks, const Wish &wish) const {
+        Row seen{x, peaks, peak(peaks, blocks, wish.masked), ABOVE_ALL};
+        if (!(seen.best > NOTHING)) return seen;
+        if (wish.temperature == 0) {
+            seen.low = seen.best;
+        } else if (wish.top_k > 0 || wish.min_p > 0) {
+            const long kept = kept_by(wish);
+            seen.low = kept <= blocks ? reached_by(kept, peaks, seen.best) : LOWEST;
+            if (wish.min_p > 0)
+                seen.low = std::max(seen.low, (float)(seen.best + wish.temperature * std::log(wish.min_p)));
+        } else {
+            seen.low = depth(0, seen.best, wish);
         }
-        best = peak(peaks, blocks, wish.masked);
-        if (!(best > NOTHING))  // nothing may be drawn, or NaN
-            wish.token = -1;
-        else if (wish.temperature == 0)
-            wish.token = first_best();
-        else if (wish.top_k > 0 || wish.min_p > 0)
-            wish.token = among_kept(wish, wish.top_k > 0 && wish.top_k < vocab ? wish.top_k : vocab);
-        else
-            wish.token = among_all(wish);
+        fetch(seen, seen.low, ABOVE_ALL);
+        return seen;
+    }
+
+    int64_t token(const Wish &wish) {
+        found.clear(), reach.clear(), ids.clear();
+        if (!(row.best > NOTHING)) return -1;  // nothing may be drawn, or NaN
+        if (wish.temperature == 0) return first_best();
+        return wish.top_k > 0 || wish.min_p > 0 ? among_kept(wish) : among_all(wish);
+    }
+
+  public:
+    // logits [rows, vocab] and, where they are known, their peaks -> the wishes' tokens. While one row is drawn from,
+    // memory brings what the next will read.
+    void draw(const float *logits, const float *known, long rows, long vocab, Wish *wishes) {
+        n = vocab, blocks = blocks_of(vocab);
+        auto seen = [&](long at) {
+            const float *x = logits + at * n, *peaks = known + at * blocks;
+            if (!known) {
+                own[at % 2].resize(blocks);
+                find_peaks(x, n, wishes[at].masked, own[at % 2].data());
+                peaks = own[at % 2].data();
+            }
+            return look(x, peaks, wishes[at]);
+        };
+        Row next = {};
+        if (rows) next = seen(0);
+        for (long at = 0; at < rows; at++) {
+            row = next;
+            if (at + 1 < rows) next = seen(at + 1);
+            wishes[at].token = token(wishes[at]);
+        }
     }
 };
 

@@ -328,8 +328,7 @@ API void quiesce_chances(const uint64_t *seeds, const int64_t *positions, int64_
 API int32_t quiesce_draw(const float *logits, const float *peaks, int64_t rows, int64_t vocab, Wish *wishes) {
     static thread_local Sampler sampler;
     try {
-        for (int64_t row = 0; row < rows; row++)
-            sampler.draw(logits + row * vocab, peaks ? peaks + row * blocks_of(vocab) : nullptr, vocab, wishes[row]);
+        sampler.draw(logits, peaks, rows, vocab, wishes);
         return 0;
     } catch (const std::bad_alloc &) {
         return 1;

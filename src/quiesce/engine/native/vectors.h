@@ -163,6 +163,20 @@ template <int S> inline void accumulate(Floats (&to)[S], const float *x, const F
 }
 #endif
 inline Floats pick(Ints which, Floats a, Floats b) { return (Floats)(((Ints)a & which) | ((Ints)b & ~which)); }
+// A bit for each element that is set, the first one's lowest.
+inline unsigned bits(Ints which) {
+#if defined(__AVX512F__)
+    return _mm512_movepi32_mask((__m512i)which);
+#elif defined(__AVX2__)
+    return (unsigned)_mm256_movemask_ps((__m256)which);
+#elif defined(__x86_64__)
+    return (unsigned)_mm_movemask_ps((__m128)which);
+#else
+    unsigned found = 0;
+    for (int i = 0; i < W; i++) found |= (unsigned)(which[i] & 1) << i;
+    return found;
+#endif
+}
 inline Floats larger(Floats a, Floats b) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
