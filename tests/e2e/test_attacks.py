@@ -127,7 +127,7 @@ def test_a_process_pauses_three_seconds_under_load(
     pid = serve.pid(name)
     with ThreadPoolExecutor(1) as pool:
         stay_or_leave = pool.submit(
-            crowd, serve, answers, 200, 32, lambda draw: draw.uniform(0.0, 1.0) if draw.random() < 0.3 else None
+            crowd, serve, answers, 120, 32, lambda draw: draw.uniform(0.0, 1.0) if draw.random() < 0.3 else None
         )
         time.sleep(0.5)  # it is busy by now; nothing depends on how far it got
         os.kill(pid, signal.SIGSTOP)
@@ -135,7 +135,7 @@ def test_a_process_pauses_three_seconds_under_load(
         os.kill(pid, signal.SIGCONT)
         tally = stay_or_leave.result()
     assert not tally.errors, tally.errors[:3]
-    assert tally.right + tally.cut == 200
+    assert tally.right + tally.cut == 120
 
 
 # ------------------------------------------------------------ strangers at the sockets

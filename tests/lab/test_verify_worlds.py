@@ -45,7 +45,17 @@ SLICE = {
 }
 
 # The slowest: in `make test-long`, and in `quiesce verify`.
-LONG = ("ranks", "three", "pull both", "pull ranks crash", "led two", "left pull crash", "pull pings")
+LONG = (
+    "ranks",
+    "pull ranks",
+    "left pull fence",
+    "three",
+    "pull both",
+    "pull ranks crash",
+    "led two",
+    "left pull crash",
+    "pull pings",
+)
 
 
 def by_name(name: str) -> World:
