@@ -107,11 +107,11 @@ def test_d6_a_tenant_whose_holds_use_up_its_budget_is_refused_and_others_and_run
     pair: Cluster, oracle: Oracle
 ) -> None:
     running = ask(pair, PROMPT, ["decode-0"], tokens=250, local=True, tenant="b")
-    pair.until(lambda: bool(running.tokens), 20, "b's answer to begin")
+    pair.until(lambda: bool(running.tokens), 30, "b's answer to begin")
     stuck = ask(pair, LONG, tenant="a")
-    pair.until(lambda: pair.inspect("prefill-0")["posts"] > 0, 20, "the write that never ends")
+    pair.until(lambda: pair.inspect("prefill-0")["posts"] > 0, 30, "the write that never ends")
     pair.cancel(stuck)
-    pair.until(lambda: pair.inspect("decode-0")["held_by_tenant"] == {"a": 19}, 10, "its pages to be held")
+    pair.until(lambda: pair.inspect("decode-0")["held_by_tenant"] == {"a": 19}, 30, "its pages to be held")
     at_once = ask(pair, tenant="a")
     assert last_word(pair, at_once, "decode-0").outcome == "length", "a burst of aborts refuses nobody"
     pair.until_time(1.2)
@@ -128,7 +128,7 @@ def test_d6_a_tenant_whose_holds_use_up_its_budget_is_refused_and_others_and_run
     assert last_word(pair, running, "decode-0").outcome == "length"
     assert running.tokens == oracle([PROMPT], 250)[0]
     # The fence at the hold timeout gives the pages back, with proof, and the tenant is let in again.
-    pair.until(lambda: not pair.inspect("decode-0")["held_by_tenant"], 20, "the fence")
+    pair.until(lambda: not pair.inspect("decode-0")["held_by_tenant"], 30, "the fence")
     samples = {s.name + str(dict(s.labels)): s.value for s in pair.inspect("decode-0")["samples"]}
     assert samples["quiesce:hold_budget_refusals_total{'budget': 'tenant'}"] == 1
 
@@ -155,7 +155,7 @@ def test_d1_d3_a_request_beyond_the_limit_is_refused_on_both_legs_at_once_and_en
 def test_d3_what_all_workers_have_agreed_on_refuses_both_legs_whatever_each_could_take(pair: Cluster) -> None:
     pair.limit = 200
     try:
-        pair.until(lambda: all(pair.inspect(name)["agreed_limit"] == 200 for name in PAIR), 10, "both to be told")
+        pair.until(lambda: all(pair.inspect(name)["agreed_limit"] == 200 for name in PAIR), 30, "both to be told")
         before = {name: pair.inspect(name)["leases_opened"] for name in PAIR}
         took = []
         for prompt, tokens in (([5] * 200, 1), ([5] * 193, 8), ([5] * 300, 4)):

@@ -43,7 +43,7 @@ def until_state(cluster: Cluster, state: str) -> None:
         seen = cluster.inspect("decode-0")
         return bool(seen["running"]) if state == "decoding" else state in seen["transfers"]
 
-    cluster.until(reached, 10, f"a transfer to be {state}")
+    cluster.until(reached, 30, f"a transfer to be {state}")
 
 
 @pytest.mark.parametrize("state", ["offered", "decoding"])
@@ -72,7 +72,7 @@ def test_prefill_killed(pair: Cluster, oracle: Callable[..., list[list[int]]], s
     pair.spawn("prefill", "prefill-0")
     pair.wait_for("prefill-0")
     again = ask(pair)
-    pair.until(lambda: again.over, 20, "the next answer")
+    pair.until(lambda: again.over, 30, "the next answer")
     assert again.tokens == oracle([PROMPT])[0]
 
 
@@ -91,6 +91,6 @@ def test_decode_killed(pair: Cluster, oracle: Callable[..., list[list[int]]], st
     pair.spawn("decode", "decode-0")
     pair.wait_for("decode-0")
     again = ask(pair)
-    pair.until(lambda: again.over, 20, "the next answer")
+    pair.until(lambda: again.over, 30, "the next answer")
     assert again.tokens == oracle([PROMPT])[0]
     pair.until(lambda: not not_idle(pair.inspect("prefill-0")), 6, "prefill to be idle")

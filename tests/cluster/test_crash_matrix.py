@@ -63,5 +63,5 @@ def test_a_prefill_that_is_stopped_before_its_first_session_costs_no_request(
         cluster.until_time(UNREACHABLE + 3.0)  # also longer than a listener waits for a handshake
         assert not request.told
         cluster.kill(PREFILL, signal.SIGCONT)
-        cluster.until(lambda: request.over, 20, "the answer")
+        cluster.until(lambda: request.over, 30, "the answer")
         assert request.outcome == "length" and request.tokens == oracle([prompt], 8)[0]

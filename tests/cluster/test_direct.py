@@ -57,7 +57,7 @@ def finish(cluster: Cluster, *requests: LabRequest) -> None:
 
 def idle(cluster: Cluster) -> None:
     for name in PAIR:
-        cluster.until(lambda name=name: not not_idle(cluster.inspect(name)), 15, f"{name} to be idle")
+        cluster.until(lambda name=name: not not_idle(cluster.inspect(name)), 30, f"{name} to be idle")
 
 
 def test_e40_a_room_in_use_is_refused_and_can_be_used_again(
@@ -74,7 +74,7 @@ def test_e40_a_room_in_use_is_refused_and_can_be_used_again(
     assert after_success.tokens == right
 
     cut = ask(pair, room=5, tokens=400)
-    pair.until(lambda: bool(cut.tokens), 10, "a first token")
+    pair.until(lambda: bool(cut.tokens), 30, "a first token")
     pair.cancel(cut)
     after_cancel = ask(pair, room=5)  # the pages of the first may still be held
     finish(pair, cut, after_cancel)
@@ -87,7 +87,7 @@ def test_k20_rooms_that_no_prefill_leg_knows_end_and_leave_nothing(
 ) -> None:
     boot = {name: pair.inspect(name) for name in PAIR}
     fakes = [ask(pair, secrets.randbits(63), ["decode-0"]) for _ in range(600)]
-    pair.until(lambda: sum(bool(fake.ends) for fake in fakes) >= 600 - QUEUE, 20, "the surplus to be refused")
+    pair.until(lambda: sum(bool(fake.ends) for fake in fakes) >= 600 - QUEUE, 30, "the surplus to be refused")
     refused = [fake for fake in fakes if fake.outcome == "refused"]
     assert len(refused) >= 600 - QUEUE and {fake.ends["decode-0"][0].status for fake in refused} == {503}
     assert pair.inspect("prefill-0")["offers"] <= 8, "an offer for each running place, no more"
@@ -160,7 +160,7 @@ def test_d7_handshakes_that_stop_half_way_keep_nobody_out(
                     waiting.remove(link)
             return not waiting
 
-        pair.until(all_have_greeted, 20, "the strangers to say hello")
+        pair.until(all_have_greeted, 30, "the strangers to say hello")
         pair.inspect("prefill-0")  # an answer that comes after the greetings were heard
         for link in links:
             link.close()

@@ -41,4 +41,4 @@ def test_l1_pages_move_through_the_mirror_and_the_answers_are_the_oracles(
         cluster.until(lambda: all(request.over for request in requests), 60, "the answers")
         assert [request.tokens for request in requests] == oracle(prompts)
         for name in (P, D):
-            cluster.until(lambda name=name: not not_idle(cluster.inspect(name)), 10, f"{name} to be idle")  # type: ignore[misc]
+            cluster.until(lambda name=name: not not_idle(cluster.inspect(name)), 30, f"{name} to be idle")  # type: ignore[misc]

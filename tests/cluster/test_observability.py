@@ -67,7 +67,7 @@ def log_lines(run_dir: Path) -> list[dict[str, Any]]:
 
 def idle(cluster: Cluster) -> None:
     for name in WORKERS:
-        cluster.until(lambda name=name: not not_idle(cluster.inspect(name)), 15, f"{name} to be idle")
+        cluster.until(lambda name=name: not not_idle(cluster.inspect(name)), 30, f"{name} to be idle")
 
 
 def test_g106_g107_counters_queues_and_the_log_tell_what_happened(pair: Cluster, run_dir: Path) -> None:

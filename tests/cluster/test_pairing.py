@@ -38,4 +38,4 @@ def test_l9_legs_about_different_prompts_are_refused_and_nothing_is_posted(
         # Decode hears it from prefill, or from the router that prefill told: whichever comes first.
         assert request.ends["decode-0"][0].outcome in ("failed", "cancelled") and not request.tokens
         for name in PROMPTS:
-            cluster.until(lambda name=name: not not_idle(cluster.inspect(name)), 15, f"{name} to be idle")
+            cluster.until(lambda name=name: not not_idle(cluster.inspect(name)), 30, f"{name} to be idle")

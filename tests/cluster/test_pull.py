@@ -61,7 +61,7 @@ class Pulling(Cluster):
         """Its pages are lent and its read is posted, but nothing of it has moved yet."""
         self.gate.touch()
         request = self.ask(tokens, **more)  # type: ignore[arg-type]
-        self.until(lambda: self.inspect(D)["posts"] == 1, 20, "the read")
+        self.until(lambda: self.inspect(D)["posts"] == 1, 30, "the read")
         assert self.inspect(P)["transfers"] == {"offered": 1}
         return request
 
@@ -176,9 +176,9 @@ def test_n10_a_reader_that_gave_up_goes_on_pinging_and_is_fenced_all_the_same(
     given_up = pulling.reading(prompt(3))
     movers = pulling.movers(D)
     pulling._send(D, Cancel(given_up.rid, "only decode is told"))
-    pulling.until(lambda: bool(given_up.ends.get(P)), 20, "prefill to hear of it, by FAILED")
+    pulling.until(lambda: bool(given_up.ends.get(P)), 30, "prefill to hear of it, by FAILED")
     assert pulling.inspect(P)["transfers"] == {"holding": 1}
-    pulling.until(lambda: pulling.inspect(P)["transfers"] == {}, HOLD + 2.0, "the fence")
+    pulling.until(lambda: pulling.inspect(P)["transfers"] == {}, HOLD + 30.0, "the fence")
     assert revoked(pulling) == before + 1, "no lease was renewed"
     assert pulling.inspect(D)["posts"] == 1 and pulling.inspect(D)["pages"]["held"] == 8, "its own read has not ended"
     other = pulling.ask(prompt(4), OTHER)
@@ -196,7 +196,7 @@ def test_a_reader_that_is_stopped_beyond_its_lease_reads_nothing_that_came_later
     late = pulling.reading(prompt(5))
     for pid in (pulling.workers[D].process.pid, *pulling.movers(D)):
         os.kill(pid, signal.SIGSTOP)
-    pulling.until(lambda: pulling.inspect(P)["transfers"] == {}, 3.0 + HOLD + 3.0, "the lease, then the fence")
+    pulling.until(lambda: pulling.inspect(P)["transfers"] == {}, 3.0 + HOLD + 30.0, "the lease, then the fence")
     other = pulling.ask(prompt(6), OTHER)
     pulling.over(other)
     assert other.tokens == oracle([prompt(6)])[0], "its pages are in use again"
@@ -215,7 +215,7 @@ def test_a_reader_that_is_stopped_beyond_its_lease_reads_nothing_that_came_later
 def test_an_abort_before_the_read_frees_at_once(pulling: Pulling) -> None:
     first = pulling.reading(prompt(7))
     queued = pulling.ask(prompt(8), OTHER)
-    pulling.until(lambda: pulling.inspect(P)["queue"] == 1, 10, "a prompt to wait")
+    pulling.until(lambda: pulling.inspect(P)["queue"] == 1, 30, "a prompt to wait")
     pulling.cancel(queued)
     pulling.over(queued)
     pulling.idle(OTHER)
@@ -227,7 +227,7 @@ def test_an_abort_before_the_read_frees_at_once(pulling: Pulling) -> None:
 
 def test_an_abort_after_the_commit_touches_no_source_page(pulling: Pulling, oracle: Oracle) -> None:
     request = pulling.ask(prompt(9, 40), answer=100)
-    pulling.until(lambda: len(request.tokens) >= 3, 20, "tokens")
+    pulling.until(lambda: len(request.tokens) >= 3, 30, "tokens")
     pulling.cancel(request)
     pulling.over(request)
     assert request.tokens == oracle([prompt(9, 40)], 100)[0][: len(request.tokens)]
@@ -262,7 +262,7 @@ def test_a_reader_that_dies_gives_everything_back_at_its_source(pulling: Pulling
     request.lost[D] = "killed"
     if pulling.engine == "tcp":  # a closed connection is not a dead engine: the router knows of the death
         pulling.give_up(request, "decode is gone")
-    pulling.until(lambda: bool(request.ends.get(P)), 20, "prefill's word")
+    pulling.until(lambda: bool(request.ends.get(P)), 30, "prefill's word")
     pulling.idle(P)
     after = pulling.inspect(P)
     assert sum(revoked_by(after)) == sum(revoked_by(before)) + 1, "nobody's word: a fence, or its death"
@@ -279,9 +279,11 @@ def test_a_mover_that_dies_under_a_read_costs_that_request_and_nothing_else(pull
     if pulling.engine != "shm":
         pytest.skip("no process reads for it")
     request = pulling.reading(prompt(12))
+    fenced, gone = revoked_by(pulling.inspect(P))
     [mover] = pulling.movers(D)
     os.kill(mover, signal.SIGKILL)
-    pulling.until(lambda: pulling.inspect(P)["transfers"] == {}, 20, "the proof of its death")
+    pulling.until(lambda: pulling.inspect(P)["transfers"] == {}, 30, "the proof of its death")
+    assert revoked_by(pulling.inspect(P)) == (fenced, gone + 1), "long before the fence"
     pulling.open()
     pulling.over(request)
     assert request.outcome in ("failed", "cancelled") and not request.tokens

@@ -66,14 +66,14 @@ def read_too_late(cluster: Cluster, decode: str, oracle: Oracle, seed: int = 1) 
     gate.touch()
     waived = cluster.inspect(P)["unsound"]
     late = cluster.start(prompt(seed), SAMPLING, (P, decode))
-    cluster.until(lambda: cluster.inspect(decode)["posts"] == 1, 20, "the read")
-    cluster.until(lambda: cluster.inspect(P)["unsound"] == waived + 1, 10, "prefill to free without proof")
+    cluster.until(lambda: cluster.inspect(decode)["posts"] == 1, 30, "the read")
+    cluster.until(lambda: cluster.inspect(P)["unsound"] == waived + 1, 30, "prefill to free without proof")
     other = cluster.start(prompt(2), SAMPLING, (P, OTHER))
-    cluster.until(lambda: other.over, 20, "the other prompt's answer")
+    cluster.until(lambda: other.over, 30, "the other prompt's answer")
     assert other.tokens == oracle([prompt(2)])[0]
     assert not late.ends.get(decode), "decode does not know"
     gate.unlink()
-    cluster.until(lambda: late.over, 20, "the late read's end")
+    cluster.until(lambda: late.over, 30, "the late read's end")
     return late
 
 
@@ -87,7 +87,7 @@ def test_l10_what_was_read_too_late_is_never_answered(cluster: Cluster, oracle: 
     }
     assert samples == {(("outcome", "in_force"),): 0, (("outcome", "ended"),): 1}
     for name in (P, CHECKING, OTHER):
-        cluster.until(lambda name=name: not not_idle(cluster.inspect(name)), 10, f"{name} to be idle")  # type: ignore[misc]
+        cluster.until(lambda name=name: not not_idle(cluster.inspect(name)), 30, f"{name} to be idle")  # type: ignore[misc]
 
 
 def test_scenario_a8_a_source_that_stopped_waiting_never_makes_a_wrong_answer(

@@ -77,7 +77,7 @@ def test_scenario_r103_a_retracted_answer_goes_on_where_it_was_in_its_grammar(ti
         assert [request.outcome for request in requests] == ["stop"] * len(requests)
         assert cluster.inspect("decode-0")["retractions"] >= 4
         bad = cluster.start([8, 9], Sampling(max_tokens=4, grammar="start: /(/"), PAIR)
-        cluster.until(lambda: bad.over, 10, "the refusal")
+        cluster.until(lambda: bad.over, 30, "the refusal")
         assert {ended.status for ends in bad.ends.values() for ended in ends} <= {400, 499, 502}
         cluster.until(lambda: not not_idle(cluster.inspect("decode-0")), 30, "decode to be idle")
         cluster.until(lambda: not not_idle(cluster.inspect("prefill-0")), 30, "prefill to be idle")

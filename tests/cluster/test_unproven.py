@@ -50,7 +50,7 @@ def ask(cluster: Cluster, seed: int, prefill: str, decode: str, answer: int = 12
 
 
 def over(cluster: Cluster, *requests: LabRequest) -> None:
-    cluster.until(lambda: all(request.over for request in requests), 20, "the last words")
+    cluster.until(lambda: all(request.over for request in requests), 30, "the last words")
 
 
 def values(cluster: Cluster, name: str) -> dict[tuple[str, str | None], float]:
@@ -71,7 +71,7 @@ def test_release_frees_after_the_hold_timeout_and_counts_and_logs_each_use(blind
     lost = ask(blind, 1, LOSING, FREES)
     over(blind, lost)
     assert lost.outcome in ("failed", "cancelled") and not lost.tokens
-    blind.until(lambda: not not_idle(blind.inspect(FREES)), 20, "the pages to come back on nobody's word")
+    blind.until(lambda: not not_idle(blind.inspect(FREES)), 30, "the pages to come back on nobody's word")
     state, seen = blind.inspect(FREES), values(blind, FREES)
     assert state["unsound"] == 1 and seen["decode_deferred_kv_release_total", "unsound"] == 1
     assert seen["lease_closed_total", "unsound"] == 1
@@ -80,19 +80,19 @@ def test_release_frees_after_the_hold_timeout_and_counts_and_logs_each_use(blind
     again = ask(blind, 1, GOOD, FREES)
     over(blind, again)
     assert again.tokens == oracle([prompt(1)])[0]
-    blind.until(lambda: "1 leases were closed without proof" in blind.workers[FREES].cautions, 20, "word of it")
+    blind.until(lambda: "1 leases were closed without proof" in blind.workers[FREES].cautions, 30, "word of it")
 
 
 def test_too_much_retained_drains_the_worker_which_exits_with_75_and_its_successor_serves(
     blind: Cluster, oracle: Oracle
 ) -> None:
     running = ask(blind, 2, GOOD, HOLDS, answer=100)
-    blind.until(lambda: len(running.tokens) > 2, 20, "an answer to be under way")
+    blind.until(lambda: len(running.tokens) > 2, 30, "an answer to be under way")
     first = ask(blind, 3, LOSING, HOLDS)
     over(blind, first)
-    blind.until(lambda: blind.inspect(HOLDS)["pages"]["retained"] == 8, 8, "its pages to be retained")
+    blind.until(lambda: blind.inspect(HOLDS)["pages"]["retained"] == 8, 30, "its pages to be retained")
     blind.until(
-        lambda: "8 of 32 pages are retained: no proof could be had" in blind.workers[HOLDS].cautions, 20, "word of it"
+        lambda: "8 of 32 pages are retained: no proof could be had" in blind.workers[HOLDS].cautions, 30, "word of it"
     )
     blind.until_time(0.3)
     assert blind.workers[HOLDS].process.returncode is None, "a quarter of the pool is not above --max-retained"

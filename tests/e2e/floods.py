@@ -196,7 +196,7 @@ class Steady:
 
     def __enter__(self) -> Steady:
         self._thread.start()
-        until(lambda: self.pieces > 3, 20, "the steady stream to begin")
+        until(lambda: self.pieces > 3, 30, "the steady stream to begin")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -230,7 +230,7 @@ def flood(serve: Product, rooms: int, connections: int, requests: int) -> dict[s
             half_requests(serve, requests)
             assert serve.ask([30, 31, 32]) == right
         assert not steady.errors, steady.errors
-    until(lambda: all_told(serve, counted, 2 * connections), 20, "every stranger to be counted")
+    until(lambda: all_told(serve, counted, 2 * connections), 30, "every stranger to be counted")
     now = serve.metrics()
     kinds = (
         "handshakes_failed",

@@ -35,7 +35,7 @@ def test_abort_in_the_middle_of_the_answer(serve: Product) -> None:
         next(iter(stream))
         assert serve.ledger()["decode-0"]["running"] == 1
         stream.close()
-    until(lambda: serve.ledger()["decode-0"]["running"] == 0, 20, "decode to stop")
+    until(lambda: serve.ledger()["decode-0"]["running"] == 0, 30, "decode to stop")
     serve.check_idle(serve.boot)
     assert ended(serve, "decode-0", "cancelled") == before + 1
     assert serve.ask(PROBE) == right
@@ -52,7 +52,7 @@ def test_d23_abort_before_the_first_token_stops_prefill_within_a_chunk(serve: Pr
         stream = Stream(serve, LONG, 4)
         until(lambda start=start: computed(serve) > start, 30, "prefill to begin")
         stream.close()
-        until(lambda: not serve.ledger()["prefill-0"]["legs"], 20, "the prefill leg to end")
+        until(lambda: not serve.ledger()["prefill-0"]["legs"], 30, "the prefill leg to end")
         stopped = computed(serve)
         time.sleep(0.2)  # a window in which nothing may be computed; not an order
         assert computed(serve) <= stopped + CHUNK

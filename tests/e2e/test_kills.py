@@ -35,7 +35,7 @@ def decoding(product: Product) -> Stream:
 def prefilling(product: Product) -> Stream:
     start = product.ledger()["prefill-0"]["prompt_tokens_computed"]
     stream = Stream(product, LONG, 4)
-    until(lambda: product.ledger()["prefill-0"]["prompt_tokens_computed"] > start, 10, "prefill to begin")
+    until(lambda: product.ledger()["prefill-0"]["prompt_tokens_computed"] > start, 30, "prefill to begin")
     return stream
 
 

@@ -34,7 +34,7 @@ def test_a_signal_drains_and_leaves_nothing(fresh: Product, number: signal.Signa
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_starting_leaves_nothing(tiny: Path, folder: Path, number: signal.Signals) -> None:
     with Product(tiny, folder, *SIZES, *QUICK) as product:
-        until(lambda: b"starting" in product.log.read_bytes(), 20, "the first words")
+        until(lambda: b"starting" in product.log.read_bytes(), 30, "the first words")
         assert product.stop(number) == 0
         assert product.leftovers() == []
 
@@ -44,7 +44,7 @@ def test_drain_cuts_what_takes_too_long_and_a_second_signal_hurries(fresh: Produ
     for stream in streams:
         stream.until_event()
     fresh.process.send_signal(signal.SIGINT)
-    until(lambda: b"draining" in fresh.log.read_bytes(), 20, "the drain to begin")
+    until(lambda: b"draining" in fresh.log.read_bytes(), 30, "the drain to begin")
     fresh.process.send_signal(signal.SIGINT)
     for stream in streams:
         stream.to_end()

@@ -139,7 +139,7 @@ def test_an_answer_passes_between_two_hosts_over_certificates_on_both_sides(two:
     def idle() -> bool:
         return not any(not_idle(state) for state in two.get("/debug/ledger").json().values())
 
-    until(idle, 15, "every page to be back")
+    until(idle, 30, "every page to be back")
     said = two.logs["prefill-0"].read_text()
     assert "tcp" in said, "the pages went over the network"
 
@@ -179,14 +179,14 @@ def test_who_shows_no_good_certificate_is_refused_at_every_port_and_counted(
     before = two.counter(counted)
     with two.client(shows(two), port) as client, pytest.raises(httpx.HTTPError):
         client.get("/health")
-    until(lambda: two.counter(counted) == before + 1, 10, f"{counted} to count it")
+    until(lambda: two.counter(counted) == before + 1, 30, f"{counted} to count it")
 
 
 def test_plain_http_gets_nothing(two: TwoHosts) -> None:
     before = two.counter("http_tls_failed")
     with pytest.raises(httpx.HTTPError):
         httpx.get(two.urls["router"].replace("https", "http") + "/health", timeout=10)
-    until(lambda: two.counter("http_tls_failed") > before, 10, "it to be counted")
+    until(lambda: two.counter("http_tls_failed") > before, 30, "it to be counted")
 
 
 def test_a_server_of_another_authority_is_not_believed(two: TwoHosts) -> None:

@@ -71,7 +71,7 @@ def read_until_broken(pd: Product, breaks: Callable[[], object]) -> tuple[list[s
         for event in events(answer):
             said.append(event)
             if len(said) == 5:
-                until(lambda: pd.ledger()["decode-0"]["running"] == 3, 10, "all three to be decoding")
+                until(lambda: pd.ledger()["decode-0"]["running"] == 3, 30, "all three to be decoding")
                 breaks()
     choices = [choice for event in said for choice in json.loads(event).get("choices", [])]
     reasons = {choice["finish_reason"] for choice in choices}

@@ -41,7 +41,7 @@ def leave_together(pd: Product) -> float:
     """All of them are in the server and some have text when all connections close. Returns when they had."""
     streams = [Stream(pd, PROMPTS[index % len(PROMPTS)], 400) for index in range(CLIENTS)]
     streams[0].until_event()
-    until(lambda: pd.metrics()["quiesce:http_inflight"] > 0.9 * CLIENTS, 10, "the crowd to be in")
+    until(lambda: pd.metrics()["quiesce:http_inflight"] > 0.9 * CLIENTS, 30, "the crowd to be in")
     for stream in streams:
         stream.close()
     return time.monotonic()

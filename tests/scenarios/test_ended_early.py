@@ -42,7 +42,7 @@ def test_scenario_b53_deadlines_around_the_end_of_prefill_pin_nothing(
         patience = warm.first_token - warm.started
         for _ in range(80):
             request = cluster.start(LONG, ONE, PAIR, deadline=patience)
-            until_over(cluster, [request], 20)
+            until_over(cluster, [request], 30)
             outcomes[request.outcome] += 1
             patience = max(0.002, patience * (0.85 if request.outcome == "length" else 1.15))
         wave = [cluster.start(LONG, ONE, PAIR, deadline=patience * draw.uniform(0.5, 5)) for _ in range(50)]
@@ -51,7 +51,7 @@ def test_scenario_b53_deadlines_around_the_end_of_prefill_pin_nothing(
         for name in PAIR:
             check_idle(cluster, name)
         fresh = cluster.start(PROBE, Sampling(max_tokens=12, ignore_eos=True), PAIR)
-        until_over(cluster, [fresh], 20)
+        until_over(cluster, [fresh], 30)
         assert fresh.tokens == oracle([PROBE])[0]
     assert outcomes["length"] >= 10 and outcomes["failed"] >= 10 and sum(outcomes.values()) == 130, outcomes
 
@@ -63,7 +63,7 @@ def test_scenario_e88_a_room_that_the_other_worker_does_not_know_ends_soon_and_s
         for name in PAIR:
             cluster.spawn(name.partition("-")[0], name)
         cluster.wait_for(*PAIR)
-        until_over(cluster, [cluster.start(PROBE, ONE, PAIR)], 20)
+        until_over(cluster, [cluster.start(PROBE, ONE, PAIR)], 30)
         address, room = cluster.workers[PAIR[0]].address, secrets.randbits(62)
         other = cluster.start(PROBE, ONE, PAIR[:1], room=room + 1, deadline=30.0)  # a leg whose room differs by one
         lone = cluster.start(PROBE, ONE, PAIR[1:], prefill=address, room=room, deadline=30.0)
@@ -73,7 +73,7 @@ def test_scenario_e88_a_room_that_the_other_worker_does_not_know_ends_soon_and_s
         assert ended.outcome == "failed" and f"room {room}" in ended.reason, ended
         assert took > ORPHAN_SECONDS * 0.9, "the other leg may still be on its way"
         cluster.cancel(other)
-        until_over(cluster, [other], 10)
+        until_over(cluster, [other], 30)
         for name in PAIR:
             check_idle(cluster, name)
 
@@ -98,7 +98,7 @@ def test_scenario_b98_cycles_of_overload_and_departure_leave_no_memory_behind(ti
             )
             for request in wave:
                 cluster.cancel(request)
-            until_over(cluster, wave, 20)
+            until_over(cluster, wave, 30)
             for name in PAIR:
                 check_idle(cluster, name)
             sizes.append(_anonymous(cluster.workers[PAIR[1]].process.pid))

@@ -54,7 +54,7 @@ def stage(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stag
             cluster.spawn("prefill", PREFILL, Faults(gate=str(stage.writes)), max_running=8)
             cluster.spawn("decode", DECODE, Faults(pause=str(stage.steps)), max_running=RUNNING)
             cluster.wait_for(*PAIR)
-            until_over(cluster, [stage.ask(2)], 20)
+            until_over(cluster, [stage.ask(2)], 30)
             yield stage
 
 
@@ -76,7 +76,7 @@ def is_offered(stage: Stage) -> list[LabRequest]:
 def is_being_written(stage: Stage) -> list[LabRequest]:
     stage.writes.touch()
     request = stage.ask()
-    stage.cluster.until(lambda: stage.cluster.inspect(PREFILL)["posts"] > 0, 10, "a write")
+    stage.cluster.until(lambda: stage.cluster.inspect(PREFILL)["posts"] > 0, 30, "a write")
     return [request]
 
 
@@ -90,13 +90,13 @@ def is_held_already(stage: Stage) -> list[LabRequest]:
 def waits_for_its_first_step(stage: Stage) -> list[LabRequest]:
     stage.steps.touch()
     request = stage.ask()
-    stage.cluster.until(lambda: len(request.tokens) == 1, 10, "the first token, which came with the hand-off")
+    stage.cluster.until(lambda: len(request.tokens) == 1, 30, "the first token, which came with the hand-off")
     return [request]
 
 
 def is_in_the_middle(stage: Stage) -> list[LabRequest]:
     request = stage.ask(tokens=60)
-    stage.cluster.until(lambda: len(request.tokens) >= 3, 10, "three tokens")
+    stage.cluster.until(lambda: len(request.tokens) >= 3, 30, "three tokens")
     return [request]
 
 
@@ -128,12 +128,12 @@ def test_scenario_b28_an_abort_in_each_place_leaves_nothing(
             cluster.cancel(request)
             cluster.cancel(request)
         stage.go_on()
-        until_over(cluster, requests, 15)
+        until_over(cluster, requests, 30)
         assert all(len(ends) == 1 for request in requests for ends in request.ends.values()), "one last word a leg"
         check_idle(cluster, DECODE)
     check_idle(cluster, PREFILL)
     probe = stage.ask(8)
-    until_over(cluster, [probe], 15)
+    until_over(cluster, [probe], 30)
     assert probe.tokens == oracle([PROMPT], 8)[0]
 
 
@@ -160,11 +160,12 @@ def test_scenario_b25_pages_come_back_by_a_fence_when_prefills_word_never_comes(
             stage.until(lambda state: state["pages"]["held"] > 0, "its pages to be held")
             stage.go_on()  # the write ends, and nobody hears of it
             cluster.until_time(HOLD - 0.5 - (time.monotonic() - began))
-            assert cluster.inspect(DECODE)["pages"]["held"] > 0, "they came back without a proof"
+            held = cluster.inspect(DECODE)["pages"]["held"]
+            assert held > 0 or time.monotonic() - began > HOLD, "they came back without a proof"
             for name in PAIR:
-                check_idle(cluster, name, seconds=HOLD + 2)
+                check_idle(cluster, name, seconds=HOLD + 30)
             again = stage.ask(8)
-            until_over(cluster, [again], 15)
+            until_over(cluster, [again], 30)
             assert again.tokens == right
         samples = {s.name + str(dict(s.labels)): s.value for s in cluster.inspect(DECODE)["samples"]}
         assert samples["quiesce:decode_deferred_kv_release_total{'outcome': 'fenced'}"] == ROUNDS

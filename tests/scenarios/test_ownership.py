@@ -63,11 +63,11 @@ def test_scenario_a1_pages_under_an_unfinished_write_are_nobodys(stage: Stage, o
     began = time.monotonic()
     stage.gate.touch()
     cut = stage.ask(prompt(1))
-    stage.until(lambda: stage.posted() > 0, 20, "A's write to be posted")
+    stage.until(lambda: stage.posted() > 0, 30, "A's write to be posted")
     stage._send(DECODE, Cancel(cut.rid, "client gone"))
-    stage.until(lambda: stage.inspect(DECODE)["pages"]["held"] > 0, 20, "A's pages to be held")
+    stage.until(lambda: stage.inspect(DECODE)["pages"]["held"] > 0, 30, "A's pages to be held")
     others = [stage.ask(prompt(seed)) for seed in (2, 3)]
-    stage.until(lambda: stage.inspect(DECODE)["waiting"] == 1, 20, "one prompt to wait for A's pages")
+    stage.until(lambda: stage.inspect(DECODE)["waiting"] == 1, 30, "one prompt to wait for A's pages")
     held = stage.inspect(DECODE)["pages"]
     assert held["held"] == -(-LONG // PAGE) and held["free"] < held["held"]
     stage.gate.unlink()
@@ -87,10 +87,10 @@ def test_scenario_a38_sources_stay_until_their_write_has_ended(stage: Stage, ora
     stage.gate.touch()
     before = stage.posted()
     first = stage.ask(prompt(4))
-    stage.until(lambda: stage.posted() - before >= -(-LONG // CHUNK), 20, "all of A to be posted")
+    stage.until(lambda: stage.posted() - before >= -(-LONG // CHUNK), 30, "all of A to be posted")
     computed = stage.inspect(PREFILL)["prompt_tokens_computed"]
     second = stage.ask(prompt(5))
-    stage.until(lambda: stage.inspect(PREFILL)["queue"] == 1, 20, "B to wait at prefill")
+    stage.until(lambda: stage.inspect(PREFILL)["queue"] == 1, 30, "B to wait at prefill")
     stage.until_time(0.2)
     assert stage.inspect(PREFILL)["prompt_tokens_computed"] == computed, "B has no pages to be computed into"
     stage.gate.unlink()

@@ -89,7 +89,7 @@ def test_scenario_i61_a_wrong_handshake_ends_its_own_request_and_names_what_diff
         cluster.spawn("decode", PAIR[1])
         cluster.wait_for(*PAIR)
         streams = [cluster.start(PROMPT, greedy(400), PAIR) for _ in range(4)]
-        cluster.until(lambda: all(request.tokens for request in streams), 20, "the streams to run")
+        cluster.until(lambda: all(request.tokens for request in streams), 30, "the streams to run")
         answers = [answer for answer, _, _ in WRONG.values()]
         impostors = [Impostor(cluster, number, answer) for number, answer in enumerate(answers)]
         for one in impostors:
@@ -101,7 +101,7 @@ def test_scenario_i61_a_wrong_handshake_ends_its_own_request_and_names_what_diff
                 one.turn()
             return all(request.over for request in bad)
 
-        cluster.until(over, 15, "every wrong handshake to end its request")
+        cluster.until(over, 30, "every wrong handshake to end its request")
         for request, (case, (_, status, why)) in zip(bad, WRONG.items(), strict=True):
             (ended,) = request.ends[PAIR[1]]
             assert (ended.outcome, ended.status) == ("failed", status), (case, ended)
@@ -133,7 +133,7 @@ def test_scenario_h29_a_prefill_that_is_told_to_leave_finishes_or_fails_what_it_
         cluster.wait_for(*PREFILLS, DECODE)
         boot = cluster.inspect(DECODE)["epoch"]
         requests = [cluster.start(p, greedy(12), (PREFILLS[n % 2], DECODE)) for n, p in enumerate(prompts)]
-        cluster.until(lambda: any(request.tokens for request in requests), 20, "the first hand-off")
+        cluster.until(lambda: any(request.tokens for request in requests), 30, "the first hand-off")
         leaving = cluster.workers[PREFILLS[0]]
         leaving.killed = True  # it may end from now on
         told = time.monotonic()
@@ -154,5 +154,5 @@ def test_scenario_h29_a_prefill_that_is_told_to_leave_finishes_or_fails_what_it_
         check_idle(cluster, PREFILLS[1])
         assert cluster.inspect(DECODE)["epoch"] == boot, "decode is alive"
         again = cluster.start(PROMPT, greedy(8), (PREFILLS[1], DECODE))
-        until_over(cluster, [again], 15)
+        until_over(cluster, [again], 30)
         assert again.tokens == oracle([PROMPT], 8)[0]

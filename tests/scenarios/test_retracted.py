@@ -38,7 +38,7 @@ def test_scenario_r79_victims_that_leave_or_run_out_of_time_while_out(
         cluster.wait_for(*pair)
         requests = [cluster.start(prompt, sampling, pair) for prompt in prompts[:16]]
         hurried = [cluster.start(prompt, sampling, pair, deadline=1.5) for prompt in prompts[16:]]
-        cluster.until(lambda: cluster.inspect(pair[1])["retracted"] > 0, 20, "a victim")
+        cluster.until(lambda: cluster.inspect(pair[1])["retracted"] > 0, 30, "a victim")
         leavers = requests[3::4]
         for request in leavers:  # the youngest are out, the others are not: both kinds leave
             cluster.cancel(request)

@@ -142,7 +142,7 @@ class Matrix:
         else:
             self._until(lambda: self.cluster.inspect(DECODE)["checks"], "decode to ask for what stands")
 
-    def _until(self, condition: Callable[[], object], what: str, seconds: float = 10.0) -> None:
+    def _until(self, condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
         self.cluster.until(lambda: bool(condition()), seconds, what)
 
     def _signal(self, name: str, number: int) -> None:
