@@ -17,7 +17,7 @@ from quiesce.lab.cluster import ROUTER_EPOCH, Cluster, LabRequest
 from quiesce.lab.idle import not_idle
 from quiesce.lab.worker import Faults
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PAIR = ("prefill-0", "decode-0")
 PROMPT = list(range(10, 60))

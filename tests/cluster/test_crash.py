@@ -13,7 +13,7 @@ from quiesce.lab.cluster import Cluster, LabRequest
 from quiesce.lab.idle import not_idle
 from quiesce.lab.worker import Faults
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PROMPT = list(range(10, 130))
 HEARD_WITHIN = 15.0

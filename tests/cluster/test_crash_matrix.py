@@ -18,7 +18,7 @@ from quiesce.lab.crash import CellError, Matrix
 from quiesce.lab.patient import PAIR, PREFILL, PatientRouter
 from quiesce.roles.prefill_peers import UNREACHABLE
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

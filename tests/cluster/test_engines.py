@@ -16,7 +16,7 @@ from quiesce.lab.patient import DECODE, PAIR, PatientRouter
 from quiesce.lab.storm import Plan
 from quiesce.lab.storms import WORDS, events, storm, storm_cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 Oracle = Callable[..., list[list[int]]]
 

@@ -9,7 +9,7 @@ from quiesce.core.messages import Sampling
 from quiesce.lab.cluster import Cluster
 from quiesce.lab.idle import not_idle
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 P, D = "prefill-0", "decode-0"
 SIZES = {"page_size": 16, "chunked_prefill_size": 64, "max_running": 8, "context_length": 256}

@@ -19,7 +19,7 @@ from quiesce.lab.cluster import Cluster
 from quiesce.lab.idle import not_idle
 from quiesce.lab.worker import Faults
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PAGE = 16
 WORKERS = ("prefill-0", "decode-0")

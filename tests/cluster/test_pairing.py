@@ -12,7 +12,7 @@ from quiesce.core.messages import Sampling, Start
 from quiesce.lab.cluster import ROUTER_EPOCH, Cluster, LabRequest
 from quiesce.lab.idle import not_idle
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PROMPTS = {"prefill-0": tuple(range(10, 60)), "decode-0": tuple(range(60, 110))}
 

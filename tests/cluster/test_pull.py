@@ -18,7 +18,7 @@ from quiesce.lab.idle import not_idle
 from quiesce.lab.patient import mover_of
 from quiesce.lab.worker import Faults
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PAGE, CHUNK, PROMPT, CONTEXT = 16, 64, 120, 160
 HOLD = 2.0

@@ -19,7 +19,7 @@ from quiesce.lab.idle import not_idle
 from quiesce.lab.lossy import Mischief
 from quiesce.lab.worker import Faults
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PAGE, CONTEXT, PROMPT = 16, 160, 120
 P, CHECKING, TRUSTING, OTHER = "prefill-0", "decode-0", "decode-1", "decode-2"

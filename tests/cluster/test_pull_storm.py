@@ -12,7 +12,7 @@ from quiesce.lab.idle import not_idle
 from quiesce.lab.storm import CUTS, Plan, run
 from quiesce.lab.worker import Faults
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 SIZES = {"page_size": 16, "chunked_prefill_size": 64, "max_running": 16, "context_length": 144}
 POOL_OF_TWO_PROMPTS = 288  # tokens, on either side

@@ -18,7 +18,7 @@ PROMPTS = [[8 + (seed * 37 + position * 11) % 480 for position in range(96)] for
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("reserve", ["early", "late"])
 def test_late_pins_no_decode_pages_through_prefills_queue(
     tiny: Path, run_dir: Path, oracle: Callable[..., list[list[int]]], reserve: str

@@ -16,7 +16,7 @@ from quiesce.lab.cluster import Cluster
 from quiesce.lab.idle import not_idle
 from quiesce.lab.worker import Faults
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PAIR = ("prefill-0", "decode-0")
 SIZES = {"page_size": 16, "chunked_prefill_size": 64, "max_running": 32, "context_length": 160}

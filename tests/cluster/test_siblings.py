@@ -13,7 +13,7 @@ from quiesce.engine.local import LocalEngine
 from quiesce.lab.cluster import Cluster
 from quiesce.lab.idle import not_idle
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PAIR = ("prefill-0", "decode-0")
 PROMPT = list(range(20, 175))

@@ -14,7 +14,7 @@ from quiesce.lab.cluster import Cluster, LabRequest
 from quiesce.lab.idle import not_idle
 from quiesce.lab.worker import Faults
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PAGE, PROMPT, POOL = 16, 120, 512  # tokens: a prompt is 8 of 32 pages
 LOSING, GOOD, HOLDS, FREES = "prefill-0", "prefill-1", "decode-0", "decode-1"

@@ -10,7 +10,7 @@ from e2e.conftest import CHUNK
 from e2e.product import Product, until
 from e2e.streams import Stream
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 LONG = [20 + i % 200 for i in range(1900)]  # 30 chunks
 PROBE = [30, 31, 32, 33]

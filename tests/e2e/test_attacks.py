@@ -21,7 +21,7 @@ from e2e.streams import Stream
 from quiesce.channel import KeyPair
 from quiesce.channel.options import configure_link
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PROBE = [30, 31, 32, 33]
 PROMPTS = [[40 + i] * length for i, length in enumerate((1, 3, 15, 16, 17, 63, 64, 65, 130, 300))]

@@ -15,7 +15,7 @@ import pytest
 from e2e.conftest import CONTEXT, QUICK, SIZES, short_folder, warmed
 from e2e.product import Product, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 FAST = 1.0  # seconds, on any machine; what these bodies could cost is many
 GOOD: dict[str, Any] = {"model": "tiny", "prompt": [10, 11], "max_tokens": 4}

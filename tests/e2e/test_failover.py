@@ -16,7 +16,7 @@ import pytest
 from e2e.conftest import QUICK, SIZES, short_folder, warmed
 from e2e.product import Product, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 TOKENS = 240  # seconds of streaming: none may be over before the last has begun, on a busy machine too
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "string"}}, "required": ["a", "b"]}

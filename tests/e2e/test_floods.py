@@ -7,7 +7,7 @@ import pytest
 from e2e.floods import EVICTED, HEADLESS, INVALID, control_sockets, flood, many_clients
 from e2e.product import Product
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 ROOMS, CONNECTIONS, REQUESTS = 1500, 300, 900
 

@@ -12,7 +12,7 @@ import pytest
 from e2e.product import Product, until
 from e2e.streams import Stream
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 HEARD_SECONDS = 30.0  # on any machine; the fault would be the deadline of the request, minutes
 BACK_SECONDS = 90.0

@@ -14,7 +14,7 @@ from e2e.conftest import QUICK, SIZES, warmed
 from e2e.product import Product, alive, descendants, until
 from e2e.streams import Stream
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PROBE = [30, 31, 32, 33]
 

@@ -13,7 +13,7 @@ import pytest
 from e2e.conftest import short_folder, warmed
 from e2e.product import Product
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 HELLO = [{"role": "user", "content": "hello there"}]
 

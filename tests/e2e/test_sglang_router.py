@@ -19,7 +19,7 @@ import pytest
 from e2e.conftest import QUICK, SIZES, short_folder, warmed
 from e2e.product import Product, free_port, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @dataclass

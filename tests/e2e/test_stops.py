@@ -16,7 +16,7 @@ from e2e.product import Product, until
 from e2e.streams import Stream
 from e2e.test_kills import LONG, PROBE, WORKERS, decoding, prefilling, recovers
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 HOLD = 5.0  # seconds, as the servers of these tests have it
 LATE = 15.0  # seconds after it, on any machine; the deadline of a request is minutes

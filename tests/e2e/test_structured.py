@@ -21,7 +21,7 @@ from quiesce.core.messages import Sampling
 from quiesce.engine.engine import Engine
 from quiesce.engine.local import LocalEngine
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 WORD = {"type": "string", "pattern": "^[a-z]{1,6}$"}  # a schema's pattern may match anywhere
 SCHEMAS: dict[str, dict[str, Any]] = {

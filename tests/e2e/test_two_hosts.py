@@ -27,7 +27,7 @@ from quiesce.engine.engine import Engine
 from quiesce.engine.local import LocalEngine
 from quiesce.lab.idle import not_idle
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 API_KEY, ADMIN_KEY = "sk-of-a-tenant-6f1c2b", "operators-key-93ad55f0"
 PROMPT = list(range(10, 150))

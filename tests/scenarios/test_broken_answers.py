@@ -15,7 +15,7 @@ import pytest
 from e2e.product import Product, until
 from scenarios.asking import COMPLETIONS, ask, events, opened
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PROMPT = [30, 31, 32, 33, 34]
 LONG = {"prompt": PROMPT, "max_tokens": 480, "ignore_eos": True}

@@ -16,7 +16,7 @@ from quiesce.lab.cluster import Cluster
 from quiesce.roles.prefill import ORPHAN_SECONDS
 from scenarios.conftest import CHUNK, PAGE, Oracle, check_idle, until_answered, until_over
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PAIR = ("prefill-0", "decode-0")
 SIZES = {"page_size": PAGE, "chunked_prefill_size": CHUNK, "max_running": 32}

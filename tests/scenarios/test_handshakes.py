@@ -20,7 +20,7 @@ from quiesce.transfer.choice import Choice
 from quiesce.transfer.shm import ShmTransport
 from scenarios.conftest import CHUNK, PAGE, Oracle, check_idle, until_over
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PEERS, ROUNDS = 64, 4
 PROBE = list(range(10, 50))

@@ -18,7 +18,7 @@ from quiesce.lab.cluster import Cluster, LabRequest
 from quiesce.lab.worker import Faults
 from scenarios.conftest import CHUNK, CONTEXT, PAGE, Oracle, check_idle, until_over
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PAIR = ("prefill-0", "decode-0")
 PROBE = list(range(10, 50))

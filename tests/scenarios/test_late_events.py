@@ -206,7 +206,7 @@ MISCHIEF = tuple(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_scenario_j3_real_workers_take_late_and_doubled_messages_after_every_end(
     tiny: Path, run_dir: Path, oracle: Oracle
 ) -> None:

@@ -17,7 +17,7 @@ from quiesce.lab.lossy import Mischief
 from quiesce.lab.worker import Faults
 from scenarios.conftest import CHUNK, PAGE, Oracle, check_idle, until_over
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PREFILL, DECODE = PAIR = ("prefill-0", "decode-0")
 SIZES = {"page_size": PAGE, "chunked_prefill_size": CHUNK, "context_length": 160, "max_total_tokens": 2048}

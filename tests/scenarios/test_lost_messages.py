@@ -14,7 +14,7 @@ from quiesce.lab.lossy import Mischief
 from quiesce.lab.worker import Faults
 from scenarios.conftest import CHUNK, PAGE, Oracle, check_idle
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 ANSWER = 12
 LATE = 0.7  # seconds; by then the next requests are under way, also with the pages of the one it is about

@@ -18,7 +18,7 @@ from quiesce.lab.race.journal import Reader
 from quiesce.lab.worker import Faults
 from scenarios.conftest import CHUNK, PAGE, Oracle, check_idle, until_over
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PREFILL, DECODE = PAIR = ("prefill-0", "decode-0")
 CONTEXT = 160

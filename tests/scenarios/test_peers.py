@@ -18,7 +18,7 @@ from quiesce.core.messages import Address, Fingerprint, Hello, Sampling, Unwelco
 from quiesce.lab.cluster import Cluster
 from scenarios.conftest import CHUNK, PAGE, Oracle, check_idle, until_answered, until_over
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 SIZES = {"page_size": PAGE, "chunked_prefill_size": CHUNK, "context_length": 512, "max_total_tokens": 8192}
 PROMPT = list(range(10, 60))

@@ -12,7 +12,7 @@ from quiesce.lab.cluster import Cluster
 from quiesce.lab.worker import Faults
 from scenarios.conftest import CHUNK, PAGE, Oracle, check_idle, until_answered, until_over
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 SIZES = {"page_size": PAGE, "chunked_prefill_size": CHUNK, "max_running": 32, "context_length": 160}
 ANSWER = 60

@@ -16,7 +16,7 @@ from scenarios.asking import CHAT, COMPLETIONS, ask
 from scenarios.chain_model import ENDS, TEXT, text_ids
 from scenarios.conftest import CONTEXT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PROMPT = [30, 31, 32, 33, 34]  # no part of the chain
 HELLO = [{"role": "user", "content": "hello"}]

@@ -11,7 +11,7 @@ from quiesce.core.messages import Sampling
 from quiesce.lab.cluster import Cluster
 from scenarios.conftest import CHUNK, PAGE, Oracle, check_idle, until_over
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 CONTEXT, ANSWER = 128, 20
 LENGTHS = (10, 50, CONTEXT - ANSWER)

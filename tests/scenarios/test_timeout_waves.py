@@ -14,7 +14,7 @@ from quiesce.core.messages import Sampling
 from quiesce.lab.cluster import Cluster
 from scenarios.conftest import CHUNK, PAGE, Oracle, check_idle, until_answered, until_over
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PREFILL, DECODES = "prefill-0", ("decode-0", "decode-1")
 PROBE = list(range(10, 50))
