@@ -59,7 +59,7 @@ class Nixl:
         arena = shared_arena(pages, page_bytes)
         arena.pages[:] = 1
         self._size, self._window = page_bytes, Window(arena)
-        self._agent, self._registered = NixlEngine(lane, devices=loopback(lane))._agent(self._window)
+        self._agent, self._registered = NixlEngine(lane, devices=loopback(lane))._agent(self._window, True)
         remote = self._agent.add_remote_agent(self._far.agent)
         self._own = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", self._pool(self._window.base, pages), "DRAM")
         self._theirs = self._agent.prep_xfer_dlist(remote, self._pool(self._far.base, pages), "DRAM")
@@ -86,7 +86,7 @@ class Nixl:
 
 def receive_nixl(lane: Lane, pages: int, page_bytes: int) -> None:
     window = Window(shared_arena(pages, page_bytes))
-    agent, registered = NixlEngine(lane, devices=loopback(lane))._agent(window)
+    agent, registered = NixlEngine(lane, devices=loopback(lane))._agent(window, False)
     hold(agent.get_agent_metadata(), window)
     del registered
 

@@ -98,10 +98,16 @@ class NixlEngine:
         if self.devices:
             os.environ["UCX_NET_DEVICES"] = self.devices
 
-    def _agent(self, window: Window) -> tuple[Any, Any]:
+    def _agent(self, window: Window, posts: bool) -> tuple[Any, Any]:
+        """NIXL's own thread never sleeps and takes most of a core. Who posts over cma has no need of it: the kernel
+        copies inside the call that posts, and asking for the state does what else there is to do."""
         self._pin()
         api = _library()
-        config = api.nixl_agent_config(backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
+        config = api.nixl_agent_config(
+            enable_prog_thread=not (posts and self.lane == "cma"),
+            backends=[],
+            sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+        )
         agent = api.nixl_agent(f"quiesce-{secrets.token_hex(8)}", config)
         agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
         spans = [[window.base, window.size, 0], [window.scratch, SCRATCH, 0]]
@@ -109,14 +115,14 @@ class NixlEngine:
         return agent, registered
 
     def lend(self, window: Window) -> LentAgent:
-        return LentAgent(*self._agent(window))
+        return LentAgent(*self._agent(window, posts=False))
 
     def join(self, window: Window, far: Far) -> JoinedAgent:
         try:
             found = msgspec.msgpack.decode(far.agent, type=_Agent)
         except msgspec.MsgspecError as error:
             raise ValueError(f"not an agent of NIXL: {error}") from error
-        return JoinedAgent(*self._agent(window), window, far, found.metadata)
+        return JoinedAgent(*self._agent(window, posts=True), window, far, found.metadata)
 
 
 def _library() -> Any:
