@@ -34,10 +34,12 @@ class Sampler {
     static constexpr int NARROWED = 6;  // halvings of the gap in which the bound of top-k is looked for
     static constexpr double ROUNDED = 1.00001;  // the rest of the mass is not estimated too low
 
-    // A row of logits. What of it is read is known from its peaks: `low` is how far down blocks are wanted at first.
+    // A row of logits. What of it is read is known from its peaks: `low` is how far down blocks are wanted at first, or
+    // of a greedy row `first` is the one block.
     struct Row {
         const float *x, *peaks;
         float best, low;
+        long first;
     };
 
     long n, blocks;
@@ -111,9 +113,10 @@ class Sampler {
 
     // Tells memory which blocks are about to be read: their places are in no order that it could guess.
     void fetch(const Row &of, float low, float below) const {
-        between(of.peaks, low, below, [&](long b) {
-            for (long i = 0; i < UNDER; i += 16) __builtin_prefetch(of.x + b * UNDER + i, 0, 2);
-        });
+        between(of.peaks, low, below, [&](long b) { fetch(of, b); });
+    }
+    static void fetch(const Row &of, long block) {
+        for (long i = 0; i < UNDER; i += 16) __builtin_prefetch(of.x + block * UNDER + i, 0, 2);
     }
 
     // Weighs the blocks whose peak reaches `low`, and bounds what the others can weigh.
@@ -164,10 +167,17 @@ class Sampler {
     }
 
     int64_t first_best() const {
-        for (long b = 0;; b++)
-            if (row.peaks[b] == row.best)
-                for (long i = b * UNDER;; i++)
-                    if (row.x[i] == row.best) return i;
+        for (long i = row.first * UNDER;; i++)
+            if (row.x[i] == row.best) return i;
+    }
+
+    // The first block whose peak is the best; one is.
+    long block_of(const float *peaks, float best) const {
+        long b = 0;
+        for (; b + W <= blocks; b += W)
+            if (const unsigned hits = bits((Ints)(load(peaks + b) == best))) return b + __builtin_ctz(hits);
+        while (peaks[b] != best) b++;
+        return b;
     }
 
     // All that min-p and top-k leave are few enough to be sorted.
@@ -242,11 +252,14 @@ class Sampler {
 
     // Reads a row's peaks only; what of the row itself is going to be read is on its way when this returns.
     Row look(const float *x, const float *peaks, const Wish &wish) const {
-        Row seen{x, peaks, peak(peaks, blocks, wish.masked), ABOVE_ALL};
+        Row seen{x, peaks, peak(peaks, blocks, wish.masked), ABOVE_ALL, 0};
         if (!(seen.best > NOTHING)) return seen;
         if (wish.temperature == 0) {
-            seen.low = seen.best;
-        } else if (wish.top_k > 0 || wish.min_p > 0) {
+            seen.first = block_of(peaks, seen.best);
+            fetch(seen, seen.first);
+            return seen;
+        }
+        if (wish.top_k > 0 || wish.min_p > 0) {
             const long kept = kept_by(wish);
             seen.low = kept <= blocks ? reached_by(kept, peaks, seen.best) : LOWEST;
             if (wish.min_p > 0)
