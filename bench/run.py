@@ -129,6 +129,17 @@ def main() -> int:
     result["runs"].append(
         {"time": now, "machine": machine.describe(), "argv": sys.argv[1:], "core": wanted.core, "noise": noise}
     )
+    path = wanted.into or RESULTS / f"{now.replace(':', '').removesuffix('+0000')}.json"
+    code = 1
+    try:
+        measure(wanted, folder, names, result)
+    finally:  # also of what was measured before a fault or a SIGTERM
+        code = conclude(result, path)
+    return code
+
+
+def measure(wanted: argparse.Namespace, folder: Path, names: list[str], result: dict[str, Any]) -> None:
+    """The wanted parts, each into `result` as soon as it is there."""
     parts = [part for part in PARTS if not wanted.only or part in wanted.only]
     if "engines" in parts or set(wanted.only) - set(PARTS):
         engines(wanted, folder, names, result)
@@ -138,10 +149,7 @@ def main() -> int:
     if "http" in parts:
         makers = serving.ways(wanted.model, folder, wanted.dtype, names)
         levels = wanted.at_once or serving.LEVELS
-        for way, found in serving.measure(makers, Prompts(folder), levels, 2 if wanted.quick else 5, say).items():
-            result["serving"].setdefault(way, {}).update(found)
-    path = wanted.into or RESULTS / f"{now.replace(':', '').removesuffix('+0000')}.json"
-    return conclude(result, path)
+        serving.measure(makers, Prompts(folder), levels, 2 if wanted.quick else 5, say, result["serving"])
 
 
 def conclude(result: dict[str, Any], path: Path) -> int:

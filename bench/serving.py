@@ -183,8 +183,9 @@ def measure(
     levels: Sequence[int],
     rounds: int,
     say: Callable[[str], None],
-) -> dict[str, dict[str, dict[str, Spread]]]:
-    """Way -> requests at once -> figures. One burst of each that is not counted comes first."""
+    found: dict[str, dict[str, dict[str, Spread]]],
+) -> None:
+    """Into `found`: way -> requests at once -> figures. One burst of each that is not counted comes first."""
     with ExitStack() as stack:
         running = []
         for name, make in makers.items():
@@ -198,13 +199,11 @@ def measure(
                 continue
             way.pause()
             running.append(way)
-        found: dict[str, dict[str, dict[str, Spread]]] = {way.name: {} for way in running}
         for level in levels:
             say(f"{level} at once, {rounds} rounds in turn")
             bursts = in_turn(running, prompts, level, rounds)
             for name, taken in bursts.items():
-                found[name][str(level)] = load.figures(taken)
-        return found
+                found.setdefault(name, {})[str(level)] = load.figures(taken)
 
 
 def in_turn(
