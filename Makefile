@@ -38,30 +38,40 @@ TESTING := $(VENV)/.installed-for-tests
 
 NATIVE := setup.py $(wildcard src/quiesce/*/native/*.cpp src/quiesce/*/native/*.h)
 
+define environment
+@if [ -z '$(PYTHON)' ]; then echo 'Quiesce needs Python 3.11 or newer with venv and ensurepip, and none is on the' \
+  'PATH. Install it (Debian, Ubuntu: apt install python3-venv) or name it: make PYTHON=/path/to/python3' >&2; \
+  exit 1; fi
+@if ! $(PIP) --version >/dev/null 2>&1; then echo 'creating $(VENV) with $(PYTHON)'; \
+  '$(PYTHON)' -m venv --clear $(VENV); fi
+@if [ -n '$(QUIESCE_TORCH_INDEX)' ]; then echo 'installing PyTorch from $(QUIESCE_TORCH_INDEX)'; \
+  $(PIP) install "$$(grep '^torch==' constraints.txt)" --index-url '$(QUIESCE_TORCH_INDEX)'; fi
+endef
+
 $(RUNTIME): pyproject.toml constraints.txt $(NATIVE)
-	@if [ -z '$(PYTHON)' ]; then echo 'Quiesce needs Python 3.11 or newer with venv and ensurepip, and none is on the' \
-	  'PATH. Install it (Debian, Ubuntu: apt install python3-venv) or name it: make PYTHON=/path/to/python3' >&2; \
-	  exit 1; fi
-	@if ! $(PIP) --version >/dev/null 2>&1; then echo 'creating $(VENV) with $(PYTHON)'; \
-	  '$(PYTHON)' -m venv --clear $(VENV); fi
-	@if [ -n '$(QUIESCE_TORCH_INDEX)' ]; then echo 'installing PyTorch from $(QUIESCE_TORCH_INDEX)'; \
-	  $(PIP) install "$$(grep '^torch==' constraints.txt)" --index-url '$(QUIESCE_TORCH_INDEX)'; fi
+	$(environment)
 	@echo 'installing Quiesce and its pinned dependencies into $(VENV)'
 	@$(PIP) install --constraint constraints.txt --editable .
 	@touch $@
 
-$(TESTING): $(RUNTIME)
-	@echo 'installing what the tests need into $(VENV)'
+# In one go, so that the native step is compiled once.
+$(TESTING): pyproject.toml constraints.txt $(NATIVE)
+	$(environment)
+	@echo 'installing Quiesce, its pinned dependencies and what the tests need into $(VENV)'
 	@$(PIP) install --constraint constraints.txt --editable '.[test]'
-	@touch $@
+	@touch $(RUNTIME) $@
 
 setup: $(TESTING) ## make the environment for development in .venv
 
 serve: $(RUNTIME) ## serve the default model: a router, one prefill and one decode worker
 	@exec $(BIN)/quiesce serve $(ARGS)
 
-test: $(TESTING) lint ## check and test everything, real model and real processes included
+test: $(TESTING) ## check and test everything, real model and real processes included
 	@$(BIN)/quiesce model pull
+	@$(MAKE) -j2 lint suite
+
+.PHONY: suite
+suite: $(TESTING)
 	@$(BIN)/python -m pytest $(PARALLEL) -m 'not long' --durations=25 $(PYTEST_ARGS)
 
 test-long: $(TESTING) ## what takes minutes: every race on every engine, the soak, the largest worlds

@@ -46,7 +46,6 @@ SLICE = {
 
 # The slowest: in `make test-long`, and in `quiesce verify`.
 LONG = (
-    "ranks",
     "pull ranks",
     "left pull fence",
     "three",

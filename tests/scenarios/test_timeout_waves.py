@@ -68,7 +68,10 @@ def test_scenario_j14_aborts_around_the_deadline_with_prefill_stopped(
             for request in wave:
                 assert request.tokens == []
                 assert all(len(ends) == 1 for ends in request.ends.values()), request.ends
-                assert all(end.outcome in ("cancelled", "failed") for ends in request.ends.values() for end in ends)
+                ended = {name: ends[0].outcome for name, ends in request.ends.items()}
+                # Back again, prefill may hear an offer before what ended it, and write into pages that are held.
+                assert ended.pop(PREFILL) in ("cancelled", "failed", "handed_over"), request.ends
+                assert all(outcome in ("cancelled", "failed") for outcome in ended.values()), request.ends
             for name in cluster.workers:
                 check_idle(cluster, name, seconds=HOLD + 30)
             probes = [cluster.start(PROBE, twelve(), (PREFILL, name)) for name in DECODES]
