@@ -36,9 +36,12 @@ class Vllm:
         wish = SamplingParams(temperature=0, max_tokens=work.steps + 64, ignore_eos=True, detokenize=False)
         for prompt in work.prompts:
             self._requests += 1
-            given = self._engine.add_request(f"decode-{self._requests}", {"prompt_token_ids": prompt}, wish)
-            self._given[given or f"decode-{self._requests}"] = []
+            name = f"decode-{self._requests}"  # what it returns is a name of its own; its outputs bear ours
+            self._engine.add_request(name, {"prompt_token_ids": prompt}, wish)
+            self._given[name] = []
         while not all(self._given.values()):
+            if not self._engine.has_unfinished_requests():
+                raise RuntimeError("vLLM has nothing to do, and not every request has its first token")
             self._step()
 
     def window(self, work: Work) -> list[list[int]]:
