@@ -41,7 +41,7 @@ class LateRead(Scene):
         stage.gate.touch()
         reader = stage.ask(stage.chat(self.victim), stage.prefills[0], self.tokens)
         stage.until_posted(reader, began, "decode's read")
-        stage.until(lambda: stage.pages_of("returned", began), "A's lease to have run out at prefill")
+        stage.until_returned(stage.pages_of("posted", began), began, "A's source pages, their lease having run out,")
         then = time.monotonic()
         other = stage.ask(stage.chat(LONG), stage.prefills[0], 8)
         stage.until(lambda: stage.pages_of("lent", then) or other.over, "C's prompt to be computed")

@@ -103,7 +103,8 @@ class Tainted(Scene):
         began = time.monotonic()
         stage.gate.touch()
         failed = stage.ask(stage.chat(LONG), stage.prefills[0], 16)
-        stage.until(lambda: stage.pages_of("returned", began), "the failed request's pages to be back")
+        stage.until_posted(failed, began, "its write")
+        stage.until_returned(stage.pages_of("posted", began), began, "the failed request's pages")
         return counting_victim(self, stage, baseline, safe, began, failed)
 
 

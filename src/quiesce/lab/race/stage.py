@@ -231,6 +231,15 @@ class Stage:
             said = "; ".join(f"{name}: {ends[0].reason}" for name, ends in request.ends.items())
             raise RuntimeError(f"{what} was never posted, its request has ended: {said}")
 
+    def until_returned(self, pages: Sequence[int], since: float, what: str) -> None:
+        """All of them by one note: those of an earlier request may still be on their way back."""
+        asked = set(pages)
+
+        def back() -> bool:
+            return any(note.event == "returned" and asked <= set(note.pages) for note in self.notes(since))
+
+        self.until(back, f"{what} to be back")
+
     def landed(self, since: float) -> bool:
         """A write that was posted or let go since then is over."""
         return any(note.event in ("landed", "refused") for note in self.notes(since))
