@@ -86,7 +86,8 @@ def race(
         console.print(f"  {mark} {run.ended - run.began:5.1f} s  {escape(run.said)}", soft_wrap=True)
 
     done = play(model, played, transfer, unsafe, safe, told)
-    picture = write_picture(done.unsafe[:1] + done.safe[:1], out / f"race-{scene}-{transfer}")
+    name = f"race-{scene}-{transfer}".replace("/", "-")  # a lane is no folder
+    picture = write_picture(done.unsafe[:1] + done.safe[:1], out / name)
     _verdict(done, picture)
     if as_json:
         print(json.dumps(summary(done)))
