@@ -261,7 +261,7 @@ class Ledger:
         self._return_rows(holding.rows)
         self._say("returned", tid, holding.pages)
         if self._on_release is not None:
-            self._tell(self._on_release, tid, holding.pages)
+            self.tell(self._on_release, tid, holding.pages)
         return True
 
     def _move(self, holding: Holding, source: str, target: str) -> None:
@@ -277,9 +277,9 @@ class Ledger:
         closed_by: Proof | Waiver | None = None,
     ) -> None:
         if self.observe is not None:
-            self._tell(self.observe, event, tid, pages, lease, closed_by)
+            self.tell(self.observe, event, tid, pages, lease, closed_by)
 
-    def _tell(self, listener: Callable[..., None], *arguments: object) -> None:
+    def tell(self, listener: Callable[..., None], *arguments: object) -> None:
         try:
             listener(*arguments)
         except Exception as error:  # a listener's fault must not stop what it hears of

@@ -24,7 +24,7 @@ class Watchers:
     """Set `observe` as the ledger's observer. `others` hear of everything that `log` does, behind it."""
 
     def __init__(self, ledger: Ledger, log: OwnershipLog, *others: Observer) -> None:
-        self._faults = ledger.faults
+        self._ledger = ledger
         self._log = log
         self._all: tuple[Observer, ...] = (log.observe, *others)
         self._waiting: deque[Change] = deque()
@@ -61,7 +61,4 @@ class Watchers:
         while self._waiting:
             change = self._waiting.popleft()
             for observer in self._all:
-                try:
-                    observer(*change)
-                except Exception as fault:  # as the ledger takes it: what was told stands
-                    self._faults.append(fault)
+                self._ledger.tell(observer, *change)
