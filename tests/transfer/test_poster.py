@@ -200,12 +200,14 @@ def test_a_full_socket_keeps_the_order(movers: list[ScriptedMover]) -> None:
     assert [each for each, _ in poster.ended] == posts
 
 
-def test_a_crash_loop_backs_off_and_a_working_mover_does_not(movers: list[ScriptedMover]) -> None:
+def test_a_crash_loop_backs_off_and_a_working_mover_does_not(
+    movers: list[ScriptedMover], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = at(monkeypatch, 1000.0)
     poster, peer = connected()
 
     def crash() -> float:
         """Seconds until the next start."""
-        now = shm_poster.time.monotonic()
         movers[-1].started = now
         movers[-1].dies()
         due = poster.next_deadline()
