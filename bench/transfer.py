@@ -4,13 +4,16 @@
     python -m bench.transfer --table FILE
 
 Poster and lender have a core each. The two sides of a comparison take turns, A B, B A; a ratio is the median over the
-pairs. Beside the share of the bare loop's bandwidth stands the same by CPU time, of both processes and their helpers:
-where others use the machine too, that is the steadier figure. Exit code 1: a goal missed.
+pairs. They are taken in several set-ups, each with memory of its own, one side's made first and then the other's, for
+where a pool lies decides about a tenth of its speed. Beside the share of the bare loop's bandwidth stands the same by
+CPU time, of both processes and their helpers: where others use the machine too, that is the steadier figure. Exit
+code 1: a goal missed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -20,8 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,6 +42,7 @@ POOL = 7000
 CROWD, CROWD_PAGES = 32, 200  # prompts of 3,200 tokens
 OWN, THEIR = 0, 1  # cores
 PATIENCE = 30.0
+SETUPS = 4  # fewer where there are fewer pairs
 LATENCIES, FEWEST, LONGEST = 2000, 100, 15.0  # single pages; how many are enough once so many seconds are over
 
 
@@ -153,7 +157,26 @@ def cpu_seconds() -> float:
     return found / 1e9
 
 
-def compare(case: Case, layer: Layer, bare: Bare, pairs: int) -> dict[str, Any]:
+@dataclass
+class Pairs:
+    """What (layer, bare) took, in seconds of the clock and of the processor."""
+
+    took: list[tuple[float, float]] = field(default_factory=list)
+    cpu: list[tuple[float, float]] = field(default_factory=list)
+
+    def figures(self, case: Case) -> dict[str, Any]:
+        return {
+            "key": case.key,
+            "case": case.name,
+            "layer_gb_s": case.bytes / median(ours for ours, _ in self.took) / 1e9,
+            "bare_gb_s": case.bytes / median(theirs for _, theirs in self.took) / 1e9,
+            "share": median(theirs / ours for ours, theirs in self.took),
+            "cpu_share": median(theirs / ours for ours, theirs in self.cpu),
+            "pairs": len(self.took),
+        }
+
+
+def compare(case: Case, layer: Layer, bare: Bare, pairs: int, into: Pairs) -> None:
     grants = [layer.lend(theirs) for _, theirs in case.transfers]
     sides: list[Callable[[], None]] = [
         lambda: layer.move(case.transfers, grants),
@@ -161,25 +184,14 @@ def compare(case: Case, layer: Layer, bare: Bare, pairs: int) -> dict[str, Any]:
     ]
     for side in sides * 2:
         side()  # first touches
-    took: list[tuple[float, float]] = []
-    cpu: list[tuple[float, float]] = []
     for turn in range(pairs):
         wall, spent = [0.0, 0.0], [0.0, 0.0]
         for side in (0, 1) if turn % 2 else (1, 0):
             before = cpu_seconds()
             wall[side] = seconds(sides[side])
             spent[side] = cpu_seconds() - before
-        took.append((wall[0], wall[1]))
-        cpu.append((spent[0], spent[1]))
-    return {
-        "key": case.key,
-        "case": case.name,
-        "layer_gb_s": case.bytes / median(ours for ours, _ in took) / 1e9,
-        "bare_gb_s": case.bytes / median(theirs for _, theirs in took) / 1e9,
-        "share": median(theirs / ours for ours, theirs in took),
-        "cpu_share": median(theirs / ours for ours, theirs in cpu),
-        "pairs": pairs,
-    }
+        into.took.append((wall[0], wall[1]))
+        into.cpu.append((spent[0], spent[1]))
 
 
 def latency(layer: Layer) -> float:
@@ -195,26 +207,33 @@ def latency(layer: Layer) -> float:
 def measure(engine: str, pairs: int, only: set[str]) -> dict[str, Any]:
     """`only`: keys of cases, and LATENCY."""
     found: dict[str, Any] = {"engine": engine, "cases": [], "latency_us": None}
+    setups = min(SETUPS, pairs)
     with tempfile.TemporaryDirectory(prefix="qb-") as folder:
+        if LATENCY in only:
+            layer = Layer(engine, Path(folder), POOL, SMALL)
+            found["latency_us"] = latency(layer)
+            layer.close()
         for page_bytes in (SMALL, BIG):
-            fitting = [case for case in cases() if case.page_bytes == page_bytes]
-            asked = [case for case in fitting if case.key in only]
-            first = page_bytes == SMALL and LATENCY in only
-            if not asked and not first:
-                continue
-            pages = fitting[0].pages
-            layer = Layer(engine, Path(folder), pages, page_bytes)
-            bare = BARE[engine](pages, page_bytes, THEIR) if asked else None
-            try:
-                if first:
-                    found["latency_us"] = latency(layer)
-                if bare is not None:
-                    found["cases"] += [compare(case, layer, bare, pairs) for case in asked]
-            finally:
-                layer.close()
-                if bare is not None:
-                    bare.close()
+            asked = [case for case in cases() if case.page_bytes == page_bytes and case.key in only]
+            taken = {case.key: Pairs() for case in asked}
+            for number in range(setups if asked else 0):
+                share = pairs * (number + 1) // setups - pairs * number // setups
+                with both(engine, Path(folder), asked[0].pages, page_bytes, bool(number % 2)) as (layer, bare):
+                    for case in asked:
+                        compare(case, layer, bare, share, taken[case.key])
+            found["cases"] += [taken[case.key].figures(case) for case in asked]
     return found
+
+
+@contextlib.contextmanager
+def both(engine: str, folder: Path, pages: int, page_bytes: int, bare_first: bool) -> Iterator[tuple[Layer, Bare]]:
+    with contextlib.ExitStack() as open_ones:
+        made: dict[bool, Any] = {}
+        for is_bare in (bare_first, not bare_first):
+            one: Any = BARE[engine](pages, page_bytes, THEIR) if is_bare else Layer(engine, folder, pages, page_bytes)
+            made[is_bare] = one
+            open_ones.callback(one.close)
+        yield made[False], made[True]
 
 
 def main() -> int:

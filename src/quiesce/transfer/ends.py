@@ -79,5 +79,9 @@ class TwoEnds(Transport):
         if self._closed:
             return
         self._watch.flag(bool(self._lender.lost or self._poster.lost_peers or self._poster.ended))
-        due = [at for end in self._clocked if (at := end.next_deadline()) is not None]
-        self._watch.alarm(min(due, default=None))
+        soonest = None  # asked for with every post, so without a list of them
+        for end in self._clocked:
+            due = end.next_deadline()
+            if due is not None and (soonest is None or due < soonest):
+                soonest = due
+        self._watch.alarm(soonest)

@@ -298,12 +298,16 @@ class Lender:
             self._let_go(self._records.pop(epoch))
 
     def tick(self, now: float) -> None:
+        if not self._half_open:
+            return
         for connection in list(self._half_open):
             if connection.deadline is not None and connection.deadline <= now:
                 self.refused += 1
                 self._drop(connection, "did not finish the hand-shake in time")
 
     def next_deadline(self) -> float | None:
+        if not self._half_open:
+            return None
         return min((c.deadline for c in self._half_open if c.deadline is not None), default=None)
 
     # ------------------------------------------------------------ what it can prove

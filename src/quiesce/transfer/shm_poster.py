@@ -149,10 +149,12 @@ class Poster:
                 self._start_mover()
             else:
                 self._restart_at = None
-        for state in list(self._lenders.values()):
-            if state.retry_at is not None and state.retry_at <= now and self._mover is not None:
-                self._attach(state)
-        self._pump()
+        if self._mover is not None:
+            for state in self._lenders.values():
+                if state.retry_at is not None and state.retry_at <= now:
+                    self._attach(state)
+        if self._blocked:
+            self._pump()
         self._check_stall(now)
 
     def _check_stall(self, now: float) -> None:
