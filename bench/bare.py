@@ -16,7 +16,6 @@ from typing import Protocol
 import numpy as np
 
 from quiesce.transfer.arena import shared_arena
-from quiesce.transfer.tcp_stream import advance
 
 Pages = Sequence[tuple[list[int], list[int]]]  # (source, target) of each transfer
 IOV = 64
@@ -85,6 +84,18 @@ def send_all(sock: socket.socket, left: list[memoryview]) -> None:
     first = 0
     while first < len(left):
         first = advance(left, first, sock.sendmsg(left[first : first + IOV]))
+
+
+def advance(left: list[memoryview], first: int, count: int) -> int:
+    """The index of the first view not done after `count` more bytes; that view is cut to what is left of it."""
+    while count:
+        size = len(left[first])
+        if count < size:
+            left[first] = left[first][count:]
+            return first
+        count -= size
+        first += 1
+    return first
 
 
 def receive_sockets(pages: int, page_bytes: int) -> None:

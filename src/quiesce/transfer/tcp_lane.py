@@ -20,7 +20,8 @@ from typing import Protocol, TypeVar
 
 from quiesce.transfer import tcp_wire as wire
 from quiesce.transfer.interface import Post
-from quiesce.transfer.tcp_stream import IOV, Gate, Stream, advance, shut
+from quiesce.transfer.tcp_pages import Pieces, Pool, only
+from quiesce.transfer.tcp_stream import Gate, Stream, shut
 from quiesce.transfer.tcp_wire import ANSWER, HEADER, Closed, Kind, Malformed, Status
 
 log = logging.getLogger("quiesce.transfer")
@@ -47,16 +48,24 @@ class Job:
     kind: Kind
     region: int
     generation: int
-    pages: int
     remote: bytes  # the lender's page numbers, as they travel
-    views: list[memoryview]  # own pages: sent for a write, filled for a read
+    pool: Pool
+    own: tuple[int, ...]  # own pages: sent for a write, filled for a read
     gate: Gate = _NO_GATE
     filled: bool = False  # a read: its pages have come, once
 
-    def frame(self) -> list[memoryview]:
-        length = sum(map(len, self.views))
-        head = HEADER.pack(self.kind, self.region, self.pages, self.id, self.generation, length)
-        return [memoryview(head + self.remote), *(self.views if self.kind is Kind.WRITE else ())]
+    @property
+    def pages(self) -> int:
+        return len(self.own)
+
+    @property
+    def size(self) -> int:
+        """Bytes of its pages."""
+        return self.pages * self.pool.page_bytes
+
+    def frame(self) -> Pieces:
+        head = HEADER.pack(self.kind, self.region, self.pages, self.id, self.generation, self.size) + self.remote
+        return self.pool.pieces(self.own, head) if self.kind is Kind.WRITE else only(head)
 
 
 class Owner(Protocol):
@@ -89,7 +98,7 @@ class Lane:
         self.cond = threading.Condition()
         self._owner, self._put = owner, put
         self._sending = False
-        self._rest: list[memoryview] = []  # what the owner's thread could not send of a job at once
+        self._rest: Pieces | None = None  # what the owner's thread could not send of a job at once
         self._threads = 0
         self._partial = b""
         self._sock: socket.socket | None = None
@@ -134,23 +143,17 @@ class Lane:
             if self._sending or self.over or len(self.queue) != 1 or len(self.sent) >= WINDOW:
                 self.cond.notify()
                 return
-            job = self.queue[0]
-            frame = job.frame()
-            if sum(map(len, frame)) > DIRECT_BYTES:
+            if self.queue[0].size > DIRECT_BYTES:
                 self.cond.notify()
                 return
-            self._take()
-        first = 0
+            frame = self._take().frame()
         try:
-            while first < len(frame):
-                count = self.stream.try_send(frame[first : first + IOV])
-                if not count:
-                    break
-                first = advance(frame, first, count)
+            while frame.left and self.stream.try_send(frame):
+                pass
         except Closed:
             pass  # its thread will see it as well
         with self.cond:
-            self._rest = frame[first:]
+            self._rest = frame if frame.left else None
             self._sending = bool(self._rest)
             if self._rest or self.over:  # waking its thread for nothing costs as much as the send
                 self.cond.notify()
@@ -223,8 +226,8 @@ class Lane:
                     self.cond.wait()
                 if self.over:
                     raise Closed("ended here")
-                frame, self._rest = self._rest or self._take().frame(), []
-            stream.send_views(frame)
+                frame, self._rest = self._rest or self._take().frame(), None
+            stream.send_pieces(frame)
             with self.cond:
                 self._sending = False
 
@@ -290,7 +293,7 @@ class Lane:
         if job is None or job.kind is not Kind.READ or job.pages != pages or job.filled:
             raise Malformed(f"{pages} pages for job {number}, which has not asked for them")
         job.filled = True  # a second time they would land after its outcome was told
-        placed = stream.place(job.gate, job.views)
+        placed = stream.place(job.gate, job.pool.pieces(job.own))
         status, _, again = ANSWER.unpack(stream.receive(ANSWER.size))
         if again != number:
             raise Malformed(f"job {again} ends in the middle of job {number}")

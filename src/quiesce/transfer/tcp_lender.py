@@ -24,8 +24,9 @@ from quiesce.transfer import tcp_wire as wire
 from quiesce.transfer.inbox import Inbox
 from quiesce.transfer.incoming import incoming
 from quiesce.transfer.interface import Access, Arena, PeerLost
+from quiesce.transfer.tcp_pages import Pool
 from quiesce.transfer.tcp_permits import Permits
-from quiesce.transfer.tcp_stream import Gate, Stream, page_views, shut
+from quiesce.transfer.tcp_stream import Gate, Stream, shut
 from quiesce.transfer.tcp_wire import ANSWER, HEADER, NUMBER, Closed, Header, Kind, Malformed, Status
 from quiesce.transfer.watch import Watch
 
@@ -68,7 +69,7 @@ class TcpLender:
         self._master = secrets.token_bytes(32)
         self._anybody = False
         self._arena: Arena | None = None
-        self._memory = memoryview(b"")
+        self._pool: Pool | None = None
         self._listener: socket.socket | None = None
         self._lock = threading.Lock()  # of what follows
         self._attached: dict[int, Attachment] = {}  # by peer epoch
@@ -83,7 +84,7 @@ class TcpLender:
 
     def lend_arena(self, arena: Arena) -> None:
         self._arena = arena
-        self._memory = memoryview(arena.pages.reshape(-1))  # type: ignore[arg-type]
+        self._pool = Pool(arena.pages)
 
     def descriptor(self, peer_epoch: int | None) -> wire.Descriptor:
         if self._arena is None:
@@ -287,22 +288,20 @@ class TcpLender:
         return gate
 
     def _write(self, attachment: Attachment, stream: Stream, header: Header, pages: tuple[int, ...]) -> Status:
-        assert self._arena is not None
+        assert self._pool is not None
         gate = self._gate(attachment, "write", header, pages)
         if gate is None:
             stream.discard(header.length)
             return Status.NOT_OFFERED
-        views = page_views(self._memory, self._arena.page_bytes, pages)
-        return Status.PLACED if stream.place(gate, views) else Status.REVOKED
+        return Status.PLACED if stream.place(gate, self._pool.pieces(pages)) else Status.REVOKED
 
     def _read(self, attachment: Attachment, stream: Stream, header: Header, pages: tuple[int, ...]) -> Status:
-        assert self._arena is not None
+        assert self._pool is not None
         gate = self._gate(attachment, "read", header, pages)
         if gate is None:
             return Status.NOT_OFFERED
         stream.send(ANSWER.pack(Status.DATA, header.pages, header.job))
-        views = page_views(self._memory, self._arena.page_bytes, pages)
-        return Status.PLACED if stream.serve(gate, views) else Status.REVOKED
+        return Status.PLACED if stream.serve(gate, self._pool.pieces(pages)) else Status.REVOKED
 
     # ------------------------------------------------------------ ending
 

@@ -21,6 +21,7 @@ from quiesce.core.posting import Outcome
 from quiesce.transfer.inbox import Inbox
 from quiesce.transfer.interface import Arena, Peer, PeerLost, Post
 from quiesce.transfer.tcp_lane import Job, Lane, Sum, Way
+from quiesce.transfer.tcp_pages import Pool
 from quiesce.transfer.tcp_target import Target, read_descriptor, refusal, split
 from quiesce.transfer.tcp_wire import Closed, Kind, Malformed, Status
 from quiesce.transfer.watch import Watch
@@ -49,7 +50,7 @@ class TcpPoster:
         self._max_open_posts = max_open_posts
         self._max_peers = max_peers
         self._arena: Arena | None = None
-        self._memory = memoryview(b"")
+        self._pool: Pool | None = None
         self._targets: dict[int, Target] = {}  # by Peer.number
         self._owners: dict[Lane, Target] = {}
         self._open: dict[int, tuple[Sum, list[tuple[Lane, Job]]]] = {}  # by Post.id
@@ -62,7 +63,7 @@ class TcpPoster:
 
     def use(self, arena: Arena) -> None:
         self._arena = arena
-        self._memory = memoryview(arena.pages.reshape(-1))  # type: ignore[arg-type]
+        self._pool = Pool(arena.pages)
 
     # ------------------------------------------------------------ connections
 
@@ -254,9 +255,8 @@ class TcpPoster:
         if kind is Kind.READ and not target.reads:
             self._begin_reads(target)
         total = Sum(post, 0)
-        assert self._arena is not None
-        pool = (self._memory, self._arena.page_bytes)
-        jobs = split(*pool, self._max_transfer_pages, self._ids, total, kind, target.lanes, own, remote, grant)
+        assert self._pool is not None
+        jobs = split(self._pool, self._max_transfer_pages, self._ids, total, kind, target.lanes, own, remote, grant)
         total.left = len(jobs)
         self._open[post.id] = (total, jobs)
         target.posts.append(total)

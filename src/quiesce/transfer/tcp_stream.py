@@ -12,11 +12,10 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Sequence
 
+from quiesce.transfer.tcp_pages import Pieces, only
 from quiesce.transfer.tcp_wire import Closed
 
-IOV = 64  # page views in one system call
 SCRATCH_BYTES = 1 << 20
 _YIELD = 20e-6  # seconds; long enough for whoever knocks to get the lock
 
@@ -70,16 +69,14 @@ class Stream:
 
     # ------------------------------------------------------------ bytes
 
-    def _try_receive(self, views: Sequence[memoryview]) -> int | None:
-        """Bytes received, or None when there are none now. Raises Closed."""
+    def receive_some(self, view: memoryview) -> int | None:
+        """Bytes received, or None when there are none now: for headers and answers, not for pages. Raises Closed."""
         try:
             if self._tls is not None:
                 with self._tls_lock:
-                    got = self._tls.recv_into(views[0])
-            elif len(views) == 1:
-                got = self.sock.recv_into(views[0], 0, socket.MSG_DONTWAIT)
+                    got = self._tls.recv_into(view)
             else:
-                got = self.sock.recvmsg_into(views, 0, socket.MSG_DONTWAIT)[0]
+                got = self.sock.recv_into(view, 0, socket.MSG_DONTWAIT)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return None
         except (OSError, ValueError) as error:  # ValueError: of a TLS session that has ended
@@ -88,17 +85,35 @@ class Stream:
             raise Closed("closed by the other side")
         return got
 
-    def try_send(self, views: Sequence[memoryview]) -> int:
-        """Bytes sent of the first IOV views, 0 when there is no room now. Raises Closed."""
+    def _try_fill(self, pieces: Pieces) -> bool:
+        """False: nothing has come now. Raises Closed."""
+        if self._tls is not None:
+            got = self.receive_some(pieces.front())
+            pieces.advance(got or 0)
+            return got is not None
+        try:
+            got = pieces.receive(self.sock.fileno(), socket.MSG_DONTWAIT)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as error:
+            raise Closed(str(error)) from error
+        if not got:
+            raise Closed("closed by the other side")
+        return True
+
+    def try_send(self, pieces: Pieces) -> bool:
+        """What there is room for now; False: there is none. Raises Closed."""
         try:
             if self._tls is not None:
                 with self._tls_lock:
-                    return self._tls.send(views[0])
-            return self.sock.sendmsg(views[:IOV], (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            return 0
+                    pieces.advance(self._tls.send(pieces.front()))
+            else:
+                pieces.send(self.sock.fileno(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return False
         except (OSError, ValueError) as error:
             raise Closed(str(error)) from error
+        return True
 
     def wait(self, event: int) -> None:
         poller = self._pollers.get(event)
@@ -108,10 +123,6 @@ class Stream:
         poller.poll()
         if self._over:
             raise Closed("ended here")
-
-    def receive_some(self, view: memoryview) -> int | None:
-        """Never waits: for headers and answers, not for pages."""
-        return self._try_receive((view,))
 
     def receive(self, size: int, more: int = 0) -> memoryview:
         """`size` bytes, waiting for them, and up to `more` that have come with them."""
@@ -129,82 +140,81 @@ class Stream:
             if not got or self._over:
                 raise Closed("ended here" if self._over else "closed by the other side")
             return got
-        while (some := self._try_receive((view,))) is None:
+        while (some := self.receive_some(view)) is None:
             self.wait(select.POLLIN)
         return some
 
     def send(self, data: bytes) -> None:
-        self.send_views([memoryview(data)])
-
-    def send_views(self, views: list[memoryview]) -> None:
         """All of it, waiting for room."""
-        first = 0
-        while first < len(views):
-            first = advance(views, first, self._send(views[first : first + IOV]))
+        try:
+            if self._tls is None:
+                self.sock.sendall(data, socket.MSG_NOSIGNAL)
+                return
+        except OSError as error:
+            raise Closed("ended here" if self._over else str(error)) from error
+        self.send_pieces(only(data))
 
-    def _send(self, views: Sequence[memoryview]) -> int:
+    def send_pieces(self, pieces: Pieces) -> None:
+        """All of it, waiting for room."""
+        while pieces.left:
+            self._send(pieces)
+
+    def _send(self, pieces: Pieces) -> None:
         if self._tls is None:
             try:
-                return self.sock.sendmsg(views, (), socket.MSG_NOSIGNAL)
+                pieces.send(self.sock.fileno(), socket.MSG_NOSIGNAL)
+            except InterruptedError:
+                return
             except OSError as error:
                 raise Closed("ended here" if self._over else str(error)) from error
-        while not (sent := self.try_send(views)):
+        elif not self.try_send(pieces):
             self.wait(select.POLLOUT)
-        return sent
 
     # ------------------------------------------------------------ page bytes
 
-    def place(self, gate: Gate, views: list[memoryview]) -> bool:
-        """Receives into `views`; what comes while the gate is shut goes nowhere. True: all of it was placed."""
-        first = 0
-        while first < len(views):
+    def place(self, gate: Gate, pieces: Pieces) -> bool:
+        """Fills them; what comes while the gate is shut goes nowhere. True: all of it was placed."""
+        while pieces.left:
             self._let_in()
             with self._lock:
                 if self._over:
                     raise Closed("ended here")
                 if not gate.open:
                     break
-                got = self._try_receive(views[first : first + IOV])
-            if got is None:
+                some = self._try_fill(pieces)
+            if not some:
                 self.wait(select.POLLIN)
-            else:
-                first = advance(views, first, got)
-        if first == len(views):
-            return True
-        self.discard(sum(map(len, views[first:])))
-        return False
+        self.discard(pieces.left)
+        return not pieces.left
 
     def discard(self, size: int) -> None:
         """Receives `size` bytes into memory that is nobody's page."""
-        if self._scratch is None:
+        if size and self._scratch is None:
             self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         while size:
-            got = self._try_receive((self._scratch[:size],))
+            assert self._scratch is not None
+            got = self.receive_some(self._scratch[:size])
             if got is None:
                 self.wait(select.POLLIN)
             else:
                 size -= got
                 self.late_bytes += got
 
-    def serve(self, gate: Gate, views: list[memoryview]) -> bool:
-        """Sends `views`; once the gate is shut zeros take their place. True: all of it was the pages' own."""
-        first = 0
-        while first < len(views):
+    def serve(self, gate: Gate, pieces: Pieces) -> bool:
+        """Sends them; once the gate is shut zeros take their place. True: all of it was the pages' own."""
+        while pieces.left:
             self._let_in()
             with self._lock:
                 if self._over:
                     raise Closed("ended here")
                 if not gate.open:
                     break
-                sent = self.try_send(views[first : first + IOV])
-            if not sent:
+                some = self.try_send(pieces)
+            if not some:
                 self.wait(select.POLLOUT)
-            first = advance(views, first, sent)
-        if first == len(views):
-            return True
-        for view in views[first:]:
-            self.send(bytes(len(view)))
-        return False
+        for start in range(0, pieces.left, SCRATCH_BYTES):
+            self.send(bytes(min(SCRATCH_BYTES, pieces.left - start)))
+        return not pieces.left
 
     def _let_in(self) -> None:
         """Locks are not fair: step back while somebody wants to know that nothing is under way."""
@@ -217,30 +227,3 @@ def shut(sock: socket.socket) -> None:
     receive that is under way would then take the raw bytes of the wire for a page's."""
     with contextlib.suppress(OSError):  # it has ended by itself
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
-
-
-def advance(views: list[memoryview], first: int, count: int) -> int:
-    """The index of the first view not done after `count` more bytes; that view is cut to what is left of it."""
-    while count:
-        size = len(views[first])
-        if count < size:
-            views[first] = views[first][count:]
-            return first
-        count -= size
-        first += 1
-    return first
-
-
-def page_views(memory: memoryview, page_bytes: int, pages: Sequence[int]) -> list[memoryview]:
-    """Their bytes in order; neighbours in one piece."""
-    views = []
-    start = end = -1
-    for page in pages:
-        if page != end:
-            if end > start:
-                views.append(memory[start * page_bytes : end * page_bytes])
-            start = page
-        end = page + 1
-    if end > start:
-        views.append(memory[start * page_bytes : end * page_bytes])
-    return views

@@ -6,6 +6,7 @@ import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import msgspec
 
@@ -13,10 +14,13 @@ from quiesce.core.messages import Grant
 from quiesce.transfer import tcp_wire as wire
 from quiesce.transfer.interface import Arena, Peer
 from quiesce.transfer.tcp_lane import Job, Lane, Sum
-from quiesce.transfer.tcp_stream import Gate, page_views
+from quiesce.transfer.tcp_pages import Pool
+from quiesce.transfer.tcp_stream import Gate
 from quiesce.transfer.tcp_wire import Kind
 
 STRIPE_BYTES, STRIPE_PAGES = 256 << 10, 8  # at most so much of a pool is one lane's; then it is the next one's turn
+
+_CHOSEN = [bytes(lane == each for each in range(256)) for lane in range(wire.MAX_LANES)]  # tables: 1 for that lane
 
 _DescriptorDecoder = msgspec.msgpack.Decoder(wire.Descriptor)
 
@@ -83,8 +87,7 @@ def refusal(target: Target, own_pages: int, own: Sequence[int], remote: Sequence
 
 
 def split(
-    memory: memoryview,
-    page_bytes: int,
+    pool: Pool,
     most: int,
     ids: Iterator[int],
     total: Sum,
@@ -96,26 +99,17 @@ def split(
 ) -> list[tuple[Lane, Job]]:
     """Each lane's share in jobs of at most `most` pages (guard L8). Pages change lanes by stripes, so that neighbours
     go in one piece and a small post wakes one thread."""
-    stripe, count = max(1, min(STRIPE_PAGES, STRIPE_BYTES // page_bytes)), len(lanes)
-    shares: list[list[int]] = [[] for _ in lanes]
-    for index, page in enumerate(remote if kind is Kind.WRITE else own):
-        shares[page // stripe % count].append(index)
+    stripe, count = max(1, min(STRIPE_PAGES, STRIPE_BYTES // pool.page_bytes)), len(lanes)
+    lane_of = bytes([page // stripe % count for page in (remote if kind is Kind.WRITE else own)])
     jobs = []
-    for lane, mine in zip(lanes, shares, strict=True):
-        for start in range(0, len(mine), most):
-            part = mine[start : start + most]
-            here = [own[i] for i in part]
-            job = Job(
-                id=next(ids),
-                total=total,
-                kind=kind,
-                region=grant.region,
-                generation=grant.generation,
-                pages=len(part),
-                remote=struct.pack(f"<{len(part)}I", *[remote[i] for i in part]),
-                views=page_views(memory, page_bytes, here),
-            )
+    for lane, chosen in zip(lanes, _CHOSEN, strict=False):
+        mine = lane_of.translate(chosen)
+        here, there = tuple(compress(own, mine)), tuple(compress(remote, mine))
+        for start in range(0, len(here), most):
+            part, numbers = here[start : start + most], there[start : start + most]
+            travels = struct.pack(f"<{len(numbers)}I", *numbers)
+            job = Job(next(ids), total, kind, grant.region, grant.generation, travels, pool, part)
             if kind is Kind.READ:
-                job.gate = Gate(frozenset(here))
+                job.gate = Gate(frozenset(part))
             jobs.append((lane, job))
     return jobs
