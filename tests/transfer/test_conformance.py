@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quiesce.transfer import conformance
-from quiesce.transfer.conformance import Bench, Nonconforming, deaths, endurance, reads, writes
+from quiesce.transfer.conformance import Bench, Nonconforming, bench, deaths, endurance, reads, writes
 
 NOT_CLAIMED = {"what_was_not_lent_is_refused", "fence_of_pages_disturbs_no_others"}  # by shm
 
@@ -50,3 +50,26 @@ def test_the_suite_notices(
     monkeypatch.syspath_prepend(here)
     with pytest.raises(Nonconforming, match=said):
         conformance.run(check, f"broken:{factory}")
+
+
+@pytest.mark.parametrize(
+    ("then", "said"), [([[7, "UNKNOWN"]], "after a fence it ended UNKNOWN"), ([], "after a fence as well")]
+)
+def test_a_post_that_never_ends_is_fenced_and_said_to_have_none(
+    then: list[list[object]], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(bench, "PATIENCE", 0.05)
+    fenced: list[int] = []
+
+    class Silent(bench.Far):
+        def __init__(self, parties: Bench) -> None:
+            self.epoch, self.seen, self._bench = 5, {}, parties
+
+        def outcomes(self) -> list[list[object]]:
+            return then if fenced else []
+
+    parties = Bench("null", tmp_path)
+    monkeypatch.setattr(parties, "fence", fenced.append)
+    with pytest.raises(Nonconforming, match=f"in vain for the outcome of post 7.*{said}"):
+        Silent(parties).outcome(7)
+    assert fenced == [5]

@@ -99,12 +99,13 @@ class NixlEngine:
             os.environ["UCX_NET_DEVICES"] = self.devices
 
     def _agent(self, window: Window, posts: bool) -> tuple[Any, Any]:
-        """NIXL's own thread never sleeps and takes most of a core. Who posts over cma has no need of it: the kernel
-        copies inside the call that posts, and asking for the state does what else there is to do."""
+        """NIXL's own thread never sleeps and takes most of a core. Who posts has no need of it: over cma the kernel
+        copies inside the call that posts, and over tcp asking for the state moves on what is under way. Over verbs it
+        was not tried."""
         self._pin()
         api = _library()
         config = api.nixl_agent_config(
-            enable_prog_thread=not (posts and self.lane == "cma"),
+            enable_prog_thread=not posts or self.lane == "rc",
             backends=[],
             sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
