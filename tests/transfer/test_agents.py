@@ -8,6 +8,7 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -379,6 +380,18 @@ def test_settings_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(ValueError, match="MC_TCP_PROTO is set"):
         AgentTransport(MooncakeEngine("tcp"), tmp_path, 1)
     assert os.environ.get("MC_TRANSFER_TIMEOUT") in (None, "1000000")
+
+
+def test_the_end_of_an_agent_stops_no_other_thread(pair: Pair) -> None:
+    """Mooncake's destructor waits a second with the interpreter held: the whole worker stood still for it."""
+    pair.attach()
+    lending, _ = next(iter(pair.lender.transport._lender._keeper._kept.values()))  # type: ignore[union-attr]
+    ending, began, turns = threading.Thread(target=lending.end), time.monotonic(), 0
+    ending.start()
+    while ending.is_alive():
+        turns += 1
+        time.sleep(0.001)
+    assert turns > 20 or time.monotonic() - began < 0.5
 
 
 def test_mooncake_takes_every_setting_that_we_pin(tmp_path: Path) -> None:

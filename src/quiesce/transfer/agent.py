@@ -32,7 +32,8 @@ class Limits:
     what proves that. `diverts`: what arrives is stored by our own threads, so that remapping keeps reads of ours out.
     `flush`: a write that is PLACED proves that all that was lost before it on the same agents has landed.
     `ends_alone`: what is posted to an agent that is no more ends by itself, if only with an error; otherwise our own
-    agent is ended under it, once nothing has been heard of it for a while.
+    agent is ended under it, once nothing has been heard of it for a while. `ends_slowly`: the end of an agent takes a
+    second, and bears that others are made and ended meanwhile.
     """
 
     ending: bool
@@ -43,6 +44,7 @@ class Limits:
     pages_in_flight: int  # of one batch; one batch is one operation of the engine
     batches_in_flight: int
     ends_alone: bool = True
+    ends_slowly: bool = False
 
 
 def claims(

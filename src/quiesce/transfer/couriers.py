@@ -266,7 +266,7 @@ def never_collected(thing: object) -> None:
 
 
 class Keeper:
-    """One thread that makes and ends the lent agents, in the order asked: engines take milliseconds to a second.
+    """One thread that makes and ends the lent agents, in the order asked; where an end takes long, it goes on beside.
 
     In the transport's thread it calls `made(generation, window, description, "")`, or with None and a reason, and
     `ended(generation, clean)`; `clean`: the agent is no more."""
@@ -282,6 +282,7 @@ class Keeper:
         self._engine, self._arena, self._told, self._made, self._ended = engine, arena, told, made, ended
         self._inbox: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._kept: dict[int, tuple[Lending, Window]] = {}
+        self._ends: set[threading.Thread] = set()  # that go on beside
         self._thread = threading.Thread(target=self._run, name="quiesce-keeper", daemon=True)
         self._thread.start()
 
@@ -296,23 +297,38 @@ class Keeper:
         self._inbox.put(("leave be", generation))
 
     def leave(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
         self._inbox.put(("leave", 0))
         self._thread.join(seconds)
+        for end in list(self._ends):
+            end.join(max(0.0, until - time.monotonic()))
 
     def _run(self) -> None:
         while True:
             what, generation = self._inbox.get()
             if what == "leave":
                 for left in list(self._kept):
-                    self._close(left)
+                    self._beside(self._close, left)
                 return
             if what == "make":
                 self._open(generation)
             elif what == "leave be":
                 never_collected(self._kept.pop(generation, None))
             else:
-                clean = self._close(generation)
-                self._told.tell(partial(self._ended, generation, clean))
+                self._beside(self._end, generation)
+
+    def _beside(self, work: Callable[[int], object], generation: int) -> None:
+        if not self._engine.limits.ends_slowly:
+            work(generation)
+            return
+        self._ends = {end for end in self._ends if end.is_alive()}
+        thread = threading.Thread(target=work, args=(generation,), name="quiesce-keeper-end", daemon=True)
+        self._ends.add(thread)
+        thread.start()
+
+    def _end(self, generation: int) -> None:
+        clean = self._close(generation)
+        self._told.tell(partial(self._ended, generation, clean))
 
     def _open(self, generation: int) -> None:
         window = None

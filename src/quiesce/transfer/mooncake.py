@@ -8,10 +8,14 @@ unproven until the peer's engine over there is no more.
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +27,8 @@ from quiesce.transfer.agents import AgentTransport
 from quiesce.transfer.arena import shared_arena
 from quiesce.transfer.interface import Arena, Capabilities
 from quiesce.transfer.window import SCRATCH, Window
+
+log = logging.getLogger("quiesce.transfer")
 
 Lane = Literal["tcp", "rdma"]
 
@@ -91,6 +97,7 @@ class MooncakeEngine:
             flush=False,
             pages_in_flight=512,
             batches_in_flight=2,
+            ends_slowly=True,
             ends_alone=self.lane == "tcp",  # over verbs nothing is ever heard of a write to an engine that is no more
         )
 
@@ -147,6 +154,30 @@ def _library() -> Any:
     return TransferEngine
 
 
+def _end(engine: Any) -> None:
+    """Its threads and sockets have ended when this returns and the caller has let go of it.
+
+    The destructor waits a second for a thread of its own (over verbs ten) and holds the interpreter meanwhile:
+    nothing else in the worker would run. So what it calls is called before it, without the interpreter."""
+    free = _free()
+    if free is not None:
+        free(engine.get_engine_ptr())
+
+
+@cache
+def _free() -> Callable[[int], int] | None:
+    from mooncake import engine  # noqa: PLC0415
+
+    try:
+        call = ctypes.CDLL(engine.__file__)._ZN8mooncake14TransferEngine10freeEngineEv
+        assert callable(engine.TransferEngine.get_engine_ptr)
+    except (OSError, AttributeError) as error:
+        log.warning("when a peer detaches, this Mooncake stops the whole worker for a second: %s", error)
+        return None
+    call.restype, call.argtypes = ctypes.c_int, (ctypes.c_void_p,)
+    return call
+
+
 class LentEngine:
     def __init__(self, engine: Any, host: str) -> None:
         self._engine = engine
@@ -156,7 +187,8 @@ class LentEngine:
         return msgspec.msgpack.encode(_Agent(self._name))
 
     def end(self) -> None:
-        self._engine = None  # the only reference: its threads and sockets end before this returns
+        engine, self._engine = self._engine, None
+        _end(engine)
 
 
 class _Joined(ABC):
@@ -174,7 +206,8 @@ class _Joined(ABC):
     def _move(self, direction: Direction, near: list[int], far: list[int], size: int) -> object: ...
 
     def end(self) -> None:
-        self._engine = None
+        engine, self._engine = self._engine, None
+        _end(engine)
 
 
 class JoinedEngine(_Joined):
