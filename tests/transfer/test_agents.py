@@ -226,10 +226,10 @@ def test_what_is_lost_is_shown_to_have_landed_or_to_have_ended_with_its_agent(pa
         assert not pair.poster.transport.drain(peer), "nothing has shown that it landed"
         pair.until(lambda: pair.poster.lost, "the connection to be made anew")
         pair.until(lambda: pair.lender.transport.generation(pair.poster.epoch), "the peer to attach again")
-        assert pair.lender.transport.counters()["agents_ended"] == 1, "the lender says so because it is so"
         pair.until(
             lambda: pair.poster.transport.drain(peer), "the lender's word that the lost one's agent is no more"
         )
+        assert pair.lender.transport.counters()["agents_ended"] == 1, "the lender says so because it is so"
         assert pair.outcome(pair.poster.transport.write(peer, [7], [9], pair.grant())) is Outcome.PLACED
 
 

@@ -160,6 +160,8 @@ class Connections(CourierOwner):
                 target.busy = np.zeros(max(pages, self._arena.count), bool)
                 self._by_courier[courier] = target
                 self._settled_over_there(target, lent.ended)
+            case wire.Settled(ended=ended) if target.courier is not None:
+                self._settled_over_there(target, ended)
             case wire.Refused(reason=reason, final=final):
                 self._on_lost(target, f"it refuses: {reason}", final)
             case other:

@@ -9,13 +9,13 @@ import os
 import secrets
 import socket
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from quiesce.transfer import attach as wire
 from quiesce.transfer.agent import TRIAL_BYTES, Engine
+from quiesce.transfer.agent_records import Connection, PeerRecord
 from quiesce.transfer.couriers import Keeper, Told
 from quiesce.transfer.incoming import incoming
 from quiesce.transfer.interface import Arena, FenceProof, PeerLost
@@ -28,41 +28,6 @@ MAX_HALF_OPEN = 32
 MAX_ENDED_RECORDS = 4096  # beyond it the oldest proof is forgotten: pages are then held longer, never freed
 MAX_UNPROVEN = 64  # generations of one peer whose end proves nothing
 MAX_LEFT = 64  # agents that cannot be ended, because their peers may still be reading through them
-
-
-@dataclass(eq=False)
-class Connection:
-    line: wire.Line
-    deadline: float | None
-    pid: int  # 0: cannot be known
-    own_challenge: bytes
-    their_challenge: bytes = b""
-    epoch: int = 0
-    generation: int = 0  # set once an agent was asked for
-    window: Window | None = None
-    trial: bytes = b""
-    attached: bool = False
-    read: bool = False  # pages were lent to it for reading
-
-
-@dataclass(eq=False)
-class PeerRecord:
-    """All that was ever lent to one peer epoch."""
-
-    epoch: int
-    first: int = 0
-    generation: int = 0  # the newest
-    unproven: set[int] = field(default_factory=set)  # generations under which something may still land
-    connection: Connection | None = None  # of the newest
-    pid: int = 0
-    pidfd: int | None = None
-    asked: int = 0  # fence without a number: the generation it was first asked for
-    death: bool = False  # what it is proven by: the end of its process
-    read: bool = False  # it only ever reads, and who is dead reads no more
-
-    @property
-    def proven_through(self) -> int:
-        return min(self.unproven) - 1 if self.unproven else self.generation
 
 
 class AgentLender:
@@ -228,7 +193,7 @@ class AgentLender:
         if record.connection is not connection:
             return  # gone meanwhile, its agent is being ended
         connection.window, connection.trial = window, secrets.token_bytes(TRIAL_BYTES)
-        ended = min(record.unproven) - 1  # this generation is among them, and what ended before it was made is not
+        ended = record.proven_through  # below this generation, which is not proven
         try:
             connection.line.say(wire.Lent(generation, agent, window.base, window.scratch, connection.trial, ended))
         except wire.Closed as error:
@@ -295,6 +260,17 @@ class AgentLender:
         if clean and self._engine.limits.ending:
             record.unproven.discard(generation)
             self._proven(record, generation, "its agent is no more")
+            self._say_settled(record)
+
+    def _say_settled(self, record: PeerRecord) -> None:
+        """To a peer that was lent its next agent before this one's end."""
+        current = record.connection
+        if current is None or current.window is None:  # if it is to be lent one, it hears of it then
+            return
+        try:
+            current.line.say(wire.Settled(record.proven_through))
+        except wire.Closed as error:
+            self._drop(current, str(error))
 
     def _on_exit(self, record: PeerRecord) -> None:
         if record.pidfd is None or not has_exited(record.pidfd):

@@ -70,6 +70,12 @@ class Attached(Packet, frozen=True):
     generation: int
 
 
+class Settled(Packet, frozen=True):
+    """The lender, later: what `Lent.ended` said, and is now."""
+
+    ended: int
+
+
 class Detached(Packet, frozen=True):
     """The poster has let go of the attachment. Its own agent ends once what is under way has."""
 
@@ -83,7 +89,7 @@ class Refused(Packet, frozen=True):
     final: bool
 
 
-Decoder = msgspec.msgpack.Decoder(Greet | Challenge | Answer | Lent | Attached | Detached | Ended | Refused)
+Decoder = msgspec.msgpack.Decoder(Greet | Challenge | Answer | Lent | Attached | Settled | Detached | Ended | Refused)
 
 
 class Closed(Exception):
