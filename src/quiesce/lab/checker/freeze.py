@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -35,48 +37,81 @@ NOT_STATE = frozenset(
 }
 COUNTED = frozenset({"busy", "deferrals", "retained", "_pages_in"})  # matters for costly fences and for reports
 PACING = frozenset({"accepted", "acked", "timers", "renewed", "log", "_applied"})
-PLAIN = (int, str, bytes, float, type(None), Enum, msgspec.Struct)
+PLAIN = (int, str, bytes, float, type(None), Enum)
+Freezer = Callable[[Any, frozenset[str]], Any]
+
+
+def _without_cause(message: Any) -> Any:
+    return msgspec.structs.replace(message, cause="")
+
+
+def _without_reason(message: Any) -> Any:
+    return msgspec.structs.replace(message, reason="")
+
+
+def _entry(entry: Entry) -> Entry:
+    if isinstance(entry.what, Hold | Finish):
+        return msgspec.structs.replace(entry, what=type(entry.what)(entry.what.tid, ""))
+    return entry
+
+
+# Messages without what is only for people or for pacing, and hashable; all others are what they are.
+MESSAGES: dict[type, Callable[[Any], Any]] = {
+    Report: _without_cause,
+    Entry: _entry,
+    Abort: _without_reason,
+    Failed: _without_reason,
+    Busy: lambda message: msgspec.structs.replace(message, posts=0),
+    Accept: lambda message: msgspec.structs.replace(message, place=0),
+    Ping: lambda message: msgspec.structs.replace(message, open_seqs=tuple(message.open_seqs)),
+}
 
 
 def plain(message: Any) -> Any:
-    """A message without what is only for people or for pacing, and hashable."""
-    if isinstance(message, Report):
-        return msgspec.structs.replace(message, cause="")
-    if isinstance(message, Entry) and isinstance(message.what, Hold):
-        return msgspec.structs.replace(message, what=Hold(message.what.tid, ""))
-    if isinstance(message, Entry) and isinstance(message.what, Finish):
-        return msgspec.structs.replace(message, what=Finish(message.what.tid, ""))
-    if isinstance(message, Abort | Failed):
-        return msgspec.structs.replace(message, reason="")
-    if isinstance(message, Busy):
-        return msgspec.structs.replace(message, posts=0)
-    if isinstance(message, Accept):
-        return msgspec.structs.replace(message, place=0)
-    if isinstance(message, Ping):
-        return msgspec.structs.replace(message, open_seqs=tuple(message.open_seqs))
-    return message
-
-
-@cache
-def _fields(kind: Any) -> tuple[str, ...]:
-    if dataclasses.is_dataclass(kind):
-        return tuple(field.name for field in dataclasses.fields(kind))
-    return tuple(name for base in kind.__mro__ for name in getattr(base, "__slots__", ()))
+    """A message as it counts in a state."""
+    as_it_counts = MESSAGES.get(message.__class__)
+    return message if as_it_counts is None else as_it_counts(message)
 
 
 def freeze(thing: Any, without: frozenset[str] = NOT_STATE) -> Any:
     """Dicts and sets lose their order, lists and queues keep it."""
-    if isinstance(thing, PLAIN):
-        return plain(thing)
-    if isinstance(thing, Counter):
-        return frozenset([item for item in thing.items() if item[1]])
-    if isinstance(thing, dict):
-        return frozenset([(key, freeze(value, without)) for key, value in thing.items()])
-    if isinstance(thing, set | frozenset):
-        return frozenset(thing)
-    if isinstance(thing, list | tuple | deque):
-        return tuple([freeze(item, without) for item in thing])
-    if isinstance(thing, bytearray):
-        return bytes(thing)
-    names = _fields(thing.__class__) or tuple(vars(thing))
-    return tuple([freeze(getattr(thing, name), without) for name in names if name not in without])
+    freezer = _freezer(thing.__class__)
+    return thing if freezer is None else freezer(thing, without)
+
+
+@cache
+def _freezer(kind: type) -> Freezer | None:
+    """How a thing of this class becomes a value; None: it is one."""
+    if kind in MESSAGES:
+        return lambda thing, without: plain(thing)
+    if issubclass(kind, (*PLAIN, msgspec.Struct)):
+        return None
+    if issubclass(kind, Counter):
+        return lambda thing, without: frozenset([item for item in thing.items() if item[1]])
+    if issubclass(kind, dict):
+        return lambda thing, without: frozenset([(key, freeze(value, without)) for key, value in thing.items()])
+    if issubclass(kind, set | frozenset):
+        return lambda thing, without: frozenset(thing)
+    if issubclass(kind, list | tuple | deque):
+        return lambda thing, without: tuple([freeze(item, without) for item in thing])
+    if issubclass(kind, bytearray):
+        return lambda thing, without: bytes(thing)
+    return _freeze_object
+
+
+def _freeze_object(thing: Any, without: frozenset[str]) -> Any:
+    return tuple([freeze(value, without) for value in _values(thing.__class__, without)(thing)])
+
+
+@cache
+def _values(kind: type, without: frozenset[str]) -> Callable[[Any], Iterable[Any]]:
+    """Gives what counts of an object of this class, in the order of its fields."""
+    if dataclasses.is_dataclass(kind):
+        names: Iterable[str] = (field.name for field in dataclasses.fields(kind))
+    else:
+        names = (name for base in kind.__mro__ for name in getattr(base, "__slots__", ()))
+    names = tuple(names)
+    if not names:
+        return lambda thing: [value for name, value in vars(thing).items() if name not in without]
+    kept = [name for name in names if name not in without]
+    return attrgetter(*kept) if len(kept) > 1 else lambda thing: [getattr(thing, name) for name in kept]
