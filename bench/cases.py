@@ -51,6 +51,8 @@ CASES = (
     Case("requests-32", "requests", 32, OUT, OUT, EVERY[:4]),
     Case("int8-decode-1", "decode", 1, PROMPT, 48, ("quiesce int8", "llama.cpp Q4_1")),
     Case("int8-decode-8", "decode", 8, PROMPT, 16, ("quiesce int8", "llama.cpp Q4_1")),
+    Case("int4-decode-1", "decode", 1, PROMPT, 48, ("quiesce int4", "llama.cpp Q4_1")),
+    Case("int4-decode-8", "decode", 8, PROMPT, 16, ("quiesce int4", "llama.cpp Q4_1")),
 )
 
 

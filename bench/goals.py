@@ -16,6 +16,7 @@ SPEED = {
     "prefill-2048": ("vllm", 1.1, 1.2),
     "requests-32": ("vllm", 1.4, 1.6),
     "int8-decode-1": ("llama.cpp Q4_1", 1.4, 1.4),
+    "int4-decode-1": ("llama.cpp Q4_1", 1.4, 1.4),
 }
 OURS, THEIRS, AT_ONCE = "Quiesce PD", ("vLLM PD", "vLLM PD float32"), "32"
 SERVED = {"tokens/s": 2.5, "TTFT ms": 3.0, "TPOT ms": 3.0}  # how many times better than vLLM's PD

@@ -24,6 +24,7 @@ WAYS = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8, bfloat16 KV": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4, bfloat16 KV": {"dtype": "bfloat16", "quantization": "int4"},
     "bfloat16, plain PyTorch": {"dtype": "bfloat16", "native_level": "off"},
 }
 

@@ -7,7 +7,8 @@ import os
 import select
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -97,21 +98,39 @@ class Pinned:
             os.killpg(self._process.pid, number)
 
 
-def interleave(subjects: Sequence[Turns], case: Case, prompts: Prompts, rounds: int) -> dict[str, list[Window]]:
-    """At most `rounds` windows of each subject, in turn, after one of each that is not counted.
+def interleave(
+    subjects: list[Turns], case: Case, prompts: Prompts, rounds: int, lost: Callable[[str], None]
+) -> dict[str, list[Window]]:
+    """At most `rounds` windows of each subject, in turn, after one of each that is not counted, of whole requests a
+    short one.
 
-    A window that was disturbed is taken once more while the case's allowance lasts, and the less disturbed stays.
+    A window that was disturbed is taken once more while the case's allowance lasts, and the less disturbed stays. A
+    subject other than Quiesce that fails leaves `subjects`, and `lost` is told of it.
     """
-    once = sum(subject.window(case, prompts.of(case, 0)).wall for subject in subjects)
-    rounds = min(rounds, max(FEWEST, int(LONGEST / once)))
+    first = replace(case, steps=min(case.steps, 8)) if case.kind == "requests" else case
     taken: dict[str, list[Window]] = {subject.name: [] for subject in subjects}
     allowance = rounds
+
+    def one(subject: Turns, what: Case, number: int) -> Window | None:
+        try:
+            return subject.window(what, prompts.of(what, number))
+        except (RuntimeError, OSError) as error:  # OSError: nobody reads what it is asked any more
+            if subject.name.startswith("quiesce"):
+                raise
+            subjects.remove(subject)
+            del taken[subject.name]
+            lost(f"{subject.name} in {case.name}: {error}")
+            return None
+
+    warm = [one(subject, first, 0) for subject in subjects[:]]
+    rounds = min(rounds, max(FEWEST, int(LONGEST / sum(window.wall for window in warm if window))))
     for number in range(1, rounds + 1):
-        for subject in subjects if number % 2 else subjects[::-1]:
-            window = subject.window(case, prompts.of(case, number))
-            if window.core_share < ENOUGH and allowance:
+        for subject in subjects[:] if number % 2 else subjects[::-1]:
+            window = one(subject, case, number)
+            if window and window.core_share < ENOUGH and allowance:
                 allowance -= 1
-                again = subject.window(case, prompts.of(case, number))
-                window = max(window, again, key=lambda one: one.core_share)
-            taken[subject.name].append(window)
+                if again := one(subject, case, number):
+                    window = max(window, again, key=lambda one: one.core_share)
+            if window and subject in subjects:
+                taken[subject.name].append(window)
     return taken

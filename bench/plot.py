@@ -11,6 +11,7 @@ from bench.report import Compared, Spread
 COLOURS = {
     "quiesce": "#1b6ca8",
     "quiesce int8": "#6aa9d8",
+    "quiesce int4": "#9cc9e8",
     "vllm": "#e08e45",
     "vllm float32": "#f0c49a",
     "llama.cpp": "#6b8f3c",

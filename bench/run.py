@@ -9,19 +9,20 @@ import os
 import signal
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench import goals, machine, peers, plot, report, serving, startup
 from bench.cases import CASES, Prompts, chosen
 from bench.limits import ceiling, measured
-from bench.pinned import ENOUGH, Pinned, interleave
+from bench.pinned import ENOUGH, Pinned, Turns, interleave
 from quiesce.engine.config import read_config
 from quiesce.models.registry import DEFAULT, resolve
 
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("engines", "start", "http")
-INT8_BYTES = 1.01  # of a weight, scales included
+BYTES = {"quiesce int8": 1.01, "quiesce int4": 0.63}  # of a weight, scales included
 
 
 def options() -> argparse.Namespace:
@@ -44,11 +45,17 @@ def options() -> argparse.Namespace:
         choices=serving.LEVELS,
         help="over HTTP only this many requests at once",
     )
+    parser.add_argument("--rounds", type=int, help="at most so many of each case, and bursts over HTTP")
+    parser.add_argument(
+        "--way", action="append", choices=serving.WAYS, help="over HTTP only this one, more than once for several"
+    )
     parser.add_argument("--into", type=Path, help="add to, and replace in, the results of this JSON file")
     parser.add_argument("--model", default=DEFAULT, help="known name, folder or hub id (default %(default)s)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="core for all engines")
     wanted = parser.parse_args()
+    if wanted.rounds is not None and wanted.rounds < 1:
+        parser.error("--rounds is at least 1")
     if unknown := set(wanted.only) - {*PARTS, *(case.name for case in CASES)}:
         parser.error(f"there is no {', '.join(sorted(unknown))} to measure")
     return wanted
@@ -75,6 +82,12 @@ def available(wanted: argparse.Namespace) -> list[str]:
     return found
 
 
+def leave_out(result: dict[str, Any], why: str) -> None:
+    """Say so, now and before the verdict."""
+    result["runs"][-1].setdefault("left_out", []).append(why)
+    say(f"left out: {why}")
+
+
 def engines(wanted: argparse.Namespace, folder: Path, names: list[str], result: dict[str, Any]) -> None:
     """The wanted cases, all engines loaded and taking turns on one core."""
     only = [name for name in wanted.only if name not in PARTS]
@@ -93,13 +106,15 @@ def engines(wanted: argparse.Namespace, folder: Path, names: list[str], result: 
             except RuntimeError as error:
                 if name.startswith("quiesce"):
                     raise
-                result["runs"][-1].setdefault("left_out", []).append(str(error))
-                say(f"{name} is left out: {error}")
+                leave_out(result, f"{name}: {error}")
         for case in chosen(only, list(opened)):
             rounds = 3 if wanted.quick else 5 if case.kind == "requests" or case.prompt > 4096 else 9
+            rounds = min(rounds, wanted.rounds or rounds)
             say(f"measuring {case.name}, {wanted.dtype}, up to {rounds} rounds in turn on core {wanted.core}")
-            windows = interleave([opened[name] for name in case.rivals], case, prompts, rounds)
-            weight = INT8_BYTES if "quiesce int8" in case.rivals else None
+            turns: list[Turns] = [opened[name] for name in case.rivals if name in opened]
+            windows = interleave(turns, case, prompts, rounds, partial(leave_out, result))
+            opened = {name: one for name, one in opened.items() if one in turns or name not in case.rivals}
+            weight = next((BYTES[name] for name in case.rivals if name in BYTES), None)
             top = ceiling(case, config, wanted.dtype, limits, weight)
             result["engines"][case.name] = report.compare(
                 case.name, wanted.dtype, windows, ceiling=top, enough=ENOUGH
@@ -147,9 +162,11 @@ def measure(wanted: argparse.Namespace, folder: Path, names: list[str], result: 
         say("starting quiesce serve")
         result["first_answer_s"], result["idle_gib"] = startup.first_answers(wanted.model, 1 if wanted.quick else 3)
     if "http" in parts:
-        makers = serving.ways(wanted.model, folder, wanted.dtype, names)
+        makers = serving.ways(wanted.model, folder, wanted.dtype, names, wanted.way or serving.WAYS)
         levels = wanted.at_once or serving.LEVELS
-        serving.measure(makers, Prompts(folder), levels, 2 if wanted.quick else 5, say, result["serving"])
+        rounds = wanted.rounds or (2 if wanted.quick else 5)
+        lost = partial(leave_out, result)
+        serving.measure(makers, Prompts(folder), levels, rounds, say, lost, result["serving"])
 
 
 def conclude(result: dict[str, Any], path: Path) -> int:
@@ -183,6 +200,8 @@ def conclude(result: dict[str, Any], path: Path) -> int:
     print(f"details: {path}")
     for line in warnings:
         print(f"warning: {line}")
+    for line in result["runs"][-1].get("left_out", []):
+        print(f"left out: {line.splitlines()[0]}")
     for goal in verdict:
         print(goal.text())
     return 0 if all(goal.met for goal in verdict) else 1

@@ -28,6 +28,7 @@ from bench.report import Spread
 from bench.startup import Serve, log_file
 
 LEVELS = (1, 8, 32)
+WAYS = ("Quiesce colocated", "Quiesce PD", "vLLM PD")
 READY = 1200.0  # seconds; vLLM compiles, the first time
 PREFILL_CORE, DECODE_CORE = 0, 1
 LIBRARIES = ("libtcmalloc_minimal.so.4",)  # what vLLM recommends to preload, where it is installed
@@ -164,17 +165,20 @@ class VllmWay:
         return load.timed(await load.post(self._ports[1], "/v1/completions", body), begun)
 
 
-def ways(model: str, folder: Path, dtype: str, wanted: list[str]) -> dict[str, Callable[[], Way]]:
+def ways(
+    model: str, folder: Path, dtype: str, peers: list[str], wanted: Sequence[str]
+) -> dict[str, Callable[[], Way]]:
+    """Those of WAYS that are wanted and, where they are a peer's, among `peers`."""
     found: dict[str, Callable[[], Way]] = {
         "Quiesce colocated": lambda: QuiesceWay("Quiesce colocated", model, ["--dtype", dtype, "--colocated"]),
         "Quiesce PD": lambda: QuiesceWay("Quiesce PD", model, ["--dtype", dtype]),
     }
-    if "vllm" in wanted and VLLM.exists():
+    if {"vllm", "vllm float32"} & set(peers) and VLLM.exists():
         # A burst of 32 in bfloat16 takes it minutes where oneDNN does not multiply that.
         other = "float32" if dtype != "float32" and BFLOAT16_NEEDS not in flags() else ""
         name = f"vLLM PD {other}".rstrip()
         found[name] = lambda: VllmWay(name, folder, other or dtype)
-    return found
+    return {name: make for name, make in found.items() if name.startswith(tuple(wanted))}
 
 
 def measure(
@@ -183,42 +187,58 @@ def measure(
     levels: Sequence[int],
     rounds: int,
     say: Callable[[str], None],
+    lost: Callable[[str], None],
     found: dict[str, dict[str, dict[str, Spread]]],
 ) -> None:
-    """Into `found`: way -> requests at once -> figures. One burst of each that is not counted comes first."""
+    """Into `found`: way -> requests at once -> figures. One burst of each that is not counted comes first.
+
+    `lost` is told of each way that did not come up, or of which a burst failed: it is left out from there on.
+    """
     with ExitStack() as stack:
         running = []
         for name, make in makers.items():
+            for level in levels:
+                found.get(name, {}).pop(str(level), None)  # of an earlier run: no ratio is between two runs
             say(f"starting {name}")
             try:
                 way = stack.enter_context(make())
             except RuntimeError as error:
                 if name.startswith("Quiesce"):
                     raise
-                say(f"{name} is left out: {error}")
+                lost(f"{name}: {error}")
                 continue
             way.pause()
             running.append(way)
         for level in levels:
             say(f"{level} at once, {rounds} rounds in turn")
-            bursts = in_turn(running, prompts, level, rounds)
+            bursts = in_turn(running, prompts, level, rounds, lost)
             for name, taken in bursts.items():
                 found.setdefault(name, {})[str(level)] = load.figures(taken)
 
 
 def in_turn(
-    running: list[Way], prompts: Prompts, level: int, rounds: int
+    running: list[Way], prompts: Prompts, level: int, rounds: int, lost: Callable[[str], None]
 ) -> dict[str, list[tuple[float, list[Timed]]]]:
+    """Bursts by way. A way other than Quiesce that fails leaves `running`; what it gave before stays."""
     bursts: dict[str, list[tuple[float, list[Timed]]]] = {way.name: [] for way in running}
     for number in range(rounds + 1):
-        for way in running if number % 2 else running[::-1]:
+        for way in running[:] if number % 2 else running[::-1]:
             asked = [prompts.one(OUT, 10000 * level + 100 * number + row) for row in range(level)]
             way.resume()
-            burst = load.burst(way.ask, asked, OUT if number else 8)
-            way.pause()
+            try:
+                burst = load.burst(way.ask, asked, OUT if number else 8)
+            except (RuntimeError, OSError) as error:  # OSError: its time-outs and broken connections
+                if way.name.startswith("Quiesce"):
+                    raise
+                running.remove(way)
+                why, before = str(error) or "no answer in time", len(bursts[way.name])
+                lost(f"{way.name}, {level} at once, after {before} bursts: {why}")
+                continue
+            finally:
+                way.pause()
             if number:
                 bursts[way.name].append(burst)
-    return bursts
+    return {name: taken for name, taken in bursts.items() if taken}
 
 
 def _preloaded() -> str:

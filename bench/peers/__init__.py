@@ -57,6 +57,7 @@ ALL = {
     for peer in (
         Peer("quiesce", "bench.peers.quiesce_engine"),
         Peer("quiesce int8", "bench.peers.quiesce_engine", options=("quantization=int8",)),
+        Peer("quiesce int4", "bench.peers.quiesce_engine", options=("quantization=int4",)),
         Peer("vllm", "bench.peers.vllm_llm", VLLM, VLLM_ENV),
         Peer("vllm float32", "bench.peers.vllm_llm", VLLM, VLLM_ENV, dtype="float32", lacking=BFLOAT16_NEEDS),
         Peer("llama.cpp", "bench.peers.llama_cpp_context", LLAMA, weights="bfloat16"),

@@ -194,7 +194,11 @@ class EngineOptions:
     threads: Annotated[int, Parameter(group=ENGINE, help="CPU threads of each engine.")] = 1
     quantization: Annotated[
         Quantization,
-        Parameter(group=ENGINE, help="int8: weights as 8-bit numbers, half the memory to read. Same on all workers."),
+        Parameter(
+            group=ENGINE,
+            help="int8: weights as 8-bit numbers, half the memory to read; int4: 5 bits a weight, a third. "
+            "Same on all workers.",
+        ),
     ] = "none"
     native_level: Annotated[
         NativeLevel,

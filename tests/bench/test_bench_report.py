@@ -2,6 +2,9 @@
 
 import json
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,10 +16,10 @@ from bench.goals import Goal
 from bench.limits import Limits, ceiling
 from bench.load import Answer, Timed, figures, timed
 from bench.peers import ALL
-from bench.pinned import ENOUGH, interleave
+from bench.pinned import ENOUGH, Turns, interleave
 from bench.report import Compared, Spread, Window
 
-from bench import goals, plot, report
+from bench import goals, plot, report, serving
 from quiesce.engine.config import read_config
 from tiny_model import make_tiny_llama
 
@@ -171,6 +174,10 @@ class Played:
         return window(1.0, self.shares.pop(0) if self.shares else 1.0)
 
 
+def nobody(why: str) -> None:
+    raise AssertionError(f"was left out: {why}")
+
+
 @pytest.fixture
 def prompts(tmp_path: Path) -> Prompts:
     return Prompts(make_tiny_llama(tmp_path))
@@ -178,7 +185,7 @@ def prompts(tmp_path: Path) -> Prompts:
 
 def test_turns_alternate_and_the_first_window_does_not_count(prompts: Prompts) -> None:
     order: list[str] = []
-    taken = interleave([Played("a", [0.1], order), Played("b", [0.1], order)], CASES[0], prompts, 3)
+    taken = interleave([Played("a", [0.1], order), Played("b", [0.1], order)], CASES[0], prompts, 3, nobody)
     assert "".join(order) == "ab" + "ab" + "ba" + "ab"
     assert [w.core_share for w in taken["a"] + taken["b"]] == [1.0] * 6
 
@@ -186,19 +193,82 @@ def test_turns_alternate_and_the_first_window_does_not_count(prompts: Prompts) -
 def test_where_an_engine_is_slow_there_are_fewer_rounds(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     monkeypatch.setattr("bench.pinned.LONGEST", 5.0)  # a window takes one second
-    assert len(interleave([Played("a", [], order)], CASES[0], prompts, 9)["a"]) == 5
+    assert len(interleave([Played("a", [], order)], CASES[0], prompts, 9, nobody)["a"]) == 5
     monkeypatch.setattr("bench.pinned.LONGEST", 0.5)
-    assert len(interleave([Played("a", [], order)], CASES[0], prompts, 9)["a"]) == 3
-    assert len(interleave([Played("a", [], order)], CASES[0], prompts, 2)["a"]) == 2
+    assert len(interleave([Played("a", [], order)], CASES[0], prompts, 9, nobody)["a"]) == 3
+    assert len(interleave([Played("a", [], order)], CASES[0], prompts, 2, nobody)["a"]) == 2
 
 
 def test_a_disturbed_window_is_taken_again_within_the_allowance(prompts: Prompts) -> None:
     order: list[str] = []
     subject = Played("a", [1.0, 0.5, 0.7, 0.6, 0.4, 0.3], order)
-    taken = interleave([subject], CASES[0], prompts, 2)
+    taken = interleave([subject], CASES[0], prompts, 2, nobody)
     assert [w.core_share for w in taken["a"]] == [0.7, 0.6]
-    more = interleave([Played("a", [1.0] + [0.5] * 20, order)], CASES[0], prompts, 4)["a"]
+    more = interleave([Played("a", [1.0] + [0.5] * 20, order)], CASES[0], prompts, 4, nobody)["a"]
     assert [w.core_share for w in more] == [0.5] * 4  # ends, though it stays noisy
+
+
+def test_an_engine_that_fails_is_left_out_and_the_others_go_on(prompts: Prompts) -> None:
+    order: list[str] = []
+    broken = Played("b", [], order)
+    broken.window = partial(ending, broken.window, order)  # type: ignore[method-assign]
+    subjects: list[Turns] = [Played("quiesce", [], order), broken]
+    lost: list[str] = []
+    taken = interleave(subjects, CASES[0], prompts, 4, lost.append)
+    assert {name: len(windows) for name, windows in taken.items()} == {"quiesce": 4}
+    assert [one.name for one in subjects] == ["quiesce"]
+    assert lost == ["b in decode-1: the process ended"]
+
+
+def ending(window: Callable[..., Window], order: list[str], *asked: object) -> Window:
+    if order.count("b") == 2:
+        raise RuntimeError("the process ended")
+    return window(*asked)
+
+
+def test_quiesce_failing_ends_the_run(prompts: Prompts) -> None:
+    broken = Played("quiesce", [], order := ["b", "b"])
+    broken.window = partial(ending, broken.window, order)  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="ended"):
+        interleave([broken], CASES[0], prompts, 4, nobody)
+
+
+class PlayedWay(AbstractContextManager["PlayedWay"]):
+    """A server whose answers take no time; from its `fails`-th request on it has none."""
+
+    def __init__(self, name: str, fails: int) -> None:
+        self.name, self.left, self.running = name, fails, False
+
+    def __exit__(self, *error: object) -> None: ...
+
+    async def ask(self, prompt: list[int], tokens: int) -> Timed:
+        self.left -= 1
+        if self.left < 0:
+            raise TimeoutError
+        return Timed(0.1, 0.9, tokens)
+
+    def pause(self) -> None:
+        self.running = False
+
+    def resume(self) -> None:
+        self.running = True
+
+
+def test_a_server_that_fails_is_left_out_and_keeps_what_it_gave(prompts: Prompts) -> None:
+    servers = [PlayedWay("Quiesce PD", 99), PlayedWay("vLLM PD", 5)]
+    old = {"vLLM PD": {"2": {}}}
+    lost: list[str] = []
+    serving.measure(
+        {one.name: lambda one=one: one for one in servers}, prompts, [2], 3, lambda text: None, lost.append, old
+    )
+    assert {way: levels["2"]["tokens/s"].n for way, levels in old.items()} == {"Quiesce PD": 3, "vLLM PD": 1}
+    assert lost == ["vLLM PD, 2 at once, after 1 bursts: no answer in time"]
+    assert not any(one.running for one in servers)
+
+
+def test_ways_are_chosen_by_name(tmp_path: Path) -> None:
+    assert [*serving.ways("m", tmp_path, "float32", [], ["Quiesce PD"])] == ["Quiesce PD"]
+    assert [*serving.ways("m", tmp_path, "float32", [], serving.WAYS)] == ["Quiesce colocated", "Quiesce PD"]
 
 
 def test_the_ceiling_is_bytes_for_one_request_and_operations_for_a_prompt(tmp_path: Path) -> None:

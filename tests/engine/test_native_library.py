@@ -75,10 +75,11 @@ def test_a_file_that_is_no_library_or_a_stale_one_is_refused(unbuilt: Path, monk
         choose("auto", "cpu")
 
 
-def test_int8_weights_are_another_model(tiny: Path) -> None:
-    plain, quantised = (Engine(tiny, dtype="float32", pool_pages=8, quantization=q) for q in ("none", "int8"))
-    assert plain.fingerprint != quantised.fingerprint
-    with pytest.raises(EngineError, match="quantization 'int3' is none of none, int8"):
+def test_quantised_weights_are_another_model(tiny: Path) -> None:
+    ways = ("none", "int8", "int4")
+    engines = [Engine(tiny, dtype="float32", pool_pages=8, quantization=way) for way in ways]
+    assert len({engine.fingerprint.weights for engine in engines}) == len(ways)
+    with pytest.raises(EngineError, match="quantization 'int3' is none of none, int8, int4"):
         Engine(tiny, dtype="float32", pool_pages=8, quantization="int3")
 
 

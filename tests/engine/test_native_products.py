@@ -9,10 +9,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quiesce.engine.native.library import BFLOAT16, FLOAT32, INT8, INT8_OF_BF16, Library, levels, load, supported
-from quiesce.engine.quantize import int8
+from quiesce.engine.native.library import (
+    BFLOAT16,
+    FLOAT32,
+    INT4,
+    INT4_OF_BF16,
+    INT8,
+    INT8_OF_BF16,
+    Library,
+    levels,
+    load,
+    supported,
+)
+from quiesce.engine.quantize import exactly, int4, int8
 
-KINDS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "int8": INT8, "int8 of bfloat16": INT8_OF_BF16}
+KINDS = {
+    "float32": FLOAT32,
+    "bfloat16": BFLOAT16,
+    "int8": INT8,
+    "int8 of bfloat16": INT8_OF_BF16,
+    "int4": INT4,
+    "int4 of bfloat16": INT4_OF_BF16,
+}
 ALLOWED = 2e-6  # relative to the norms of a row and a column
 
 
@@ -29,9 +47,11 @@ class Packed:
         bias = torch.randn(n, generator=draw)
         self.library, self.kind, self.n, self.depth = library, KINDS[dtype], n, depth
         scale = None
-        if dtype.startswith("int8"):
-            values, scale = int8(exact)
-            exact = values.float() * scale[:, None]
+        if dtype.startswith("int"):
+            values, scale = (int8 if dtype.startswith("int8") else int4)(exact)
+            exact = exactly(values, scale)
+            if self.kind == INT4_OF_BF16 and library.level == "avx512bf16":
+                exact = exact.bfloat16().float()  # as which they are multiplied
         else:
             values = exact.to(getattr(torch, dtype))
             exact = values.float()

@@ -26,14 +26,13 @@ from quiesce.engine.logprobs import token_logprob
 from quiesce.engine.model import Model
 from quiesce.engine.native.library import AUTO, choose
 from quiesce.engine.native.model import Flat, NativeModel
-from quiesce.engine.quantize import round_to_int8
+from quiesce.engine.quantize import QUANTIZATIONS, round_to
 from quiesce.engine.sampler import Sampled
 from quiesce.engine.seats import Seats, check_seats
 from quiesce.engine.weights import load_weights
 
 log = logging.getLogger("quiesce.engine")
 
-QUANTIZATIONS = ("none", "int8")
 SCORED_AT_ONCE = 64  # positions whose logits are held at a time for prompt log-probabilities
 
 
@@ -108,14 +107,13 @@ class Engine:
         with torch.inference_mode(), on(self._device):
             weights = load_weights(self.model_config, self._device, dtype_of(dtype))
             sizes = {"context_length": self.context_length, "page_size": page_size}
-            quantized = quantization != "none"
             if native_library is not None:
                 self._model = NativeModel(
-                    native_library, self.model_config, weights, quantized=quantized, threads=threads, **sizes
+                    native_library, self.model_config, weights, quantization=quantization, threads=threads, **sizes
                 )
             else:
-                if quantized:
-                    round_to_int8(weights)
+                if quantization != "none":
+                    round_to(quantization, weights)
                 chosen = choose_attention(attention, self.model_config, page_size, weights) if paged else None
                 self._model = Model(
                     self.model_config,

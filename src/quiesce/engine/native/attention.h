@@ -83,6 +83,73 @@ inline void lay_out_pairs(const bf16 *const *k, const bf16 *const *v, long dim, 
 }
 #endif
 
+#if defined(__AVX2__)
+// Column j of 8 rows of 8 32-bit values becomes row j.
+inline void transpose(__m256i (&r)[8]) {
+    __m256i t[8];
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            r[i + 2 * j] = _mm256_unpacklo_epi64(t[i + j], t[i + j + 2]);
+            r[i + 2 * j + 1] = _mm256_unpackhi_epi64(t[i + j], t[i + j + 2]);
+        }
+    for (int j = 0; j < 4; j++) {
+        t[j] = _mm256_permute2x128_si256(r[j], r[j + 4], 0x20);
+        t[j + 4] = _mm256_permute2x128_si256(r[j], r[j + 4], 0x31);
+    }
+    for (int i = 0; i < 8; i++) r[i] = t[i];
+}
+
+// Eight keys' values at k[..][d..], 8 of float or 16 of bfloat16, to columns of `to` [d..][BLOCK].
+inline void turn_keys(const float *const *k, long d, float *to) {
+    __m256i r[8];
+    for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_si256((const __m256i *)(k[i] + d));
+    transpose(r);
+    for (int j = 0; j < 8; j++) _mm256_storeu_si256((__m256i *)(to + (d + j) * BLOCK), r[j]);
+}
+inline void turn_keys(const bf16 *const *k, long d, float *to) {  // in pairs, which are parted afterwards
+    const __m256i upper = _mm256_set1_epi32((int)0xffff0000);
+    __m256i r[8];
+    for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_si256((const __m256i *)(k[i] + d));
+    transpose(r);
+    for (int j = 0; j < 8; j++) {
+        _mm256_storeu_si256((__m256i *)(to + (d + 2 * j) * BLOCK), _mm256_slli_epi32(r[j], 16));
+        _mm256_storeu_si256((__m256i *)(to + (d + 2 * j + 1) * BLOCK), _mm256_and_si256(r[j], upper));
+    }
+}
+#endif
+
+// Keys to [dim][BLOCK], values to [BLOCK][wide], as floats.
+template <class C>
+void lay_out_floats(const C *const *k, const C *const *v, long dim, long wide, float *keys, float *values,
+                    Expected &expected) {
+    auto soon = expected.take(4 * BLOCK);
+    long turned = 0;
+#if defined(__AVX2__)
+    constexpr long AT_ONCE = 32 / sizeof(C);
+    turned = dim / AT_ONCE * AT_ONCE;
+    for (long i = 0; i < BLOCK; i += 8)
+        for (long d = 0; d < turned; d += AT_ONCE) {
+            turn_keys(k + i, d, keys + i);
+            for (int line = 0; line < 6; line++) soon();
+        }
+#endif
+    for (long i = 0; i < BLOCK && turned < dim; i++) {
+        for (long d = turned; d < dim; d++) keys[d * BLOCK + i] = widen(k[i][d]);
+        for (int line = 0; line < 3; line++) soon();
+    }
+    for (long i = 0; i < BLOCK; i++) {
+        float *to = values + i * wide;
+        long d = 0;
+        for (; d + W <= dim; d += W) store(to + d, load(v[i] + d));
+        for (; d < dim; d++) to[d] = widen(v[i][d]);
+        soon();
+    }
+}
+
 // Where the pool keeps what: in values of C, from the pool's start.
 struct Paging {
     long page_size, page, layer, width, head_dim;  // width: KV heads times head_dim
@@ -240,17 +307,7 @@ template <class C> struct Attention {
         if constexpr (std::is_same_v<C, bf16>)
             return lay_out_pairs(k, v, dim, wide, keys.data(), values.data(), expected);
 #endif
-        if constexpr (std::is_same_v<P, float>) {
-            auto soon = expected.take(4 * BLOCK);
-            float *to = keys.data();
-            for (long i = 0; i < BLOCK; i++) {
-                for (long d = 0; d < dim; d++) to[d * BLOCK + i] = widen(k[i][d]);
-                for (int line = 0; line < 4; line++) soon();
-            }
-            to = values.data();
-            for (long i = 0; i < BLOCK; i++)
-                for (long d = 0; d < dim; d++) to[i * wide + d] = widen(v[i][d]);
-        }
+        if constexpr (std::is_same_v<P, float>) lay_out_floats(k, v, dim, wide, keys.data(), values.data(), expected);
     }
 };
 

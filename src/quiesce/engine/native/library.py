@@ -26,7 +26,8 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "base": (),
 }
 FOLDER = Path(__file__).parent
-FLOAT32, BFLOAT16, INT8, INT8_OF_BF16 = 0, 1, 2, 3  # int8 weights: with activations in float32, in bfloat16
+# int8 and int4 weights: with activations in float32, in bfloat16
+FLOAT32, BFLOAT16, INT8, INT8_OF_BF16, INT4, INT4_OF_BF16 = range(6)
 
 
 NUMBERS = ("hidden", "inner", "layers", "heads", "kv_heads", "head_dim", "vocab", "page_size", "threads")
@@ -80,7 +81,9 @@ class Library:
     def pack(
         self, kind: int, matrix: Address, scale: Address | None, bias: Address | None, n: int, depth: int, to: Address
     ) -> None:
-        """`matrix` [n, depth] in `kind`, with scale and bias float32 [n], into `packed_bytes` at `to`."""
+        """`matrix` [n, depth] in `kind`, with scale and bias float32 [n], into `packed_bytes` at `to`.
+
+        int4: a byte each, with scales [n, groups, 2], as quiesce.engine.quantize makes them."""
         self.calls.quiesce_pack(kind, matrix, scale, bias, n, depth, to)
 
     def product(self, kind: int, x: Address, rows: int, packed: Address, n: int, depth: int, out: Address) -> None:

@@ -18,12 +18,20 @@ from quiesce.engine.config import ModelConfig
 from quiesce.engine.kv import KVPool
 from quiesce.engine.native import library
 from quiesce.engine.native.library import Library
-from quiesce.engine.quantize import int8
+from quiesce.engine.quantize import int4, int8
 from quiesce.engine.rope import rotary
 from quiesce.engine.seats import Seats
 from quiesce.engine.weights import LayerWeights, Weights
 
 KINDS = {torch.float32: library.FLOAT32, torch.bfloat16: library.BFLOAT16}
+# What weights are kept as: by what is asked for and the dtype.
+QUANTIZED = {
+    ("int8", torch.float32): library.INT8,
+    ("int8", torch.bfloat16): library.INT8_OF_BF16,
+    ("int4", torch.float32): library.INT4,
+    ("int4", torch.bfloat16): library.INT4_OF_BF16,
+}
+MADE = {kind: {"int8": int8, "int4": int4}[asked] for (asked, _), kind in QUANTIZED.items()}
 HUGE = 2 << 20  # weights are read from end to end at every step: on large pages, with fewer misses
 
 
@@ -49,17 +57,17 @@ class NativeModel:
         config: ModelConfig,
         weights: Weights,
         *,
-        quantized: bool,
+        quantization: str,
         context_length: int,
         page_size: int,
         threads: int,
     ) -> None:
-        """Takes `weights` apart: each matrix is dropped as soon as it is packed, as int8 if `quantized`."""
+        """Takes `weights` apart: each matrix is dropped as soon as it is packed."""
         self.config, self.library, self._page_size = config, to, page_size
         self._held: list[object] = []  # what the library has addresses of
-        cache = KINDS[weights.embedding.dtype]
-        int8_kind = library.INT8 if cache == library.FLOAT32 else library.INT8_OF_BF16
-        self._arena = _Arena(to, weights, int8_kind if quantized else cache)
+        dtype = weights.embedding.dtype
+        cache = KINDS[dtype]
+        self._arena = _Arena(to, weights, cache if quantization == "none" else QUANTIZED[quantization, dtype])
         layers = (library.Layer * config.layers)(*(self._layer(layer) for layer in weights.layers))
         cosines, sines = rotary(config.rope, config.head_dim, context_length)
         described = library.Model(
@@ -171,9 +179,11 @@ class _Arena:
     def pack(self, matrix: torch.Tensor, bias: torch.Tensor | None) -> int:
         at = self._next
         self._next += self._size(matrix)
-        values, scale = (
-            int8(matrix) if self.kind in (library.INT8, library.INT8_OF_BF16) else (matrix.contiguous(), None)
-        )
+        scale: torch.Tensor | None = None
+        if (made := MADE.get(self.kind)) is not None:
+            values, scale = made(matrix)
+        else:
+            values = matrix.contiguous()
         added = None if bias is None else bias.float()
         self._library.pack(
             self.kind,

@@ -1,12 +1,11 @@
 // Matrix products with packed weights. A matrix [n, depth] is cut into panels of COLUMNS rows of it, which are the
-// columns of the result; a panel is [depth / UNIT][COLUMNS][UNIT] values, then COLUMNS scales and COLUMNS biases.
+// columns of the result; a panel is [depth / UNIT][COLUMNS][UNIT] values (int4: as in int4.h), then COLUMNS scales and
+// COLUMNS biases.
 #pragma once
-#include "vectors.h"
-#include <vector>
+#include "int4.h"
 
 namespace {
 
-constexpr int COLUMNS = SPAN * W;
 constexpr long AHEAD = 6144;  // bytes from what is read to what is fetched: the memory's latency
 
 struct Matrix {
@@ -15,21 +14,28 @@ struct Matrix {
 };
 
 template <class T> long panel_bytes(long depth) {
-    return up(depth, UNIT<T>) * COLUMNS * (long)sizeof(T) + 2 * COLUMNS * (long)sizeof(float);
+    return up(depth, UNIT<T>) / EACH<T> * COLUMNS * (long)sizeof(T) + 2 * COLUMNS * (long)sizeof(float);
 }
 template <class T> long packed_bytes(long n, long depth) { return up(n, COLUMNS) / COLUMNS * panel_bytes<T>(depth); }
 
-// `matrix` is row-major [n, depth]; scale and bias [n] may be null: 1 and 0.
+// `matrix` is row-major [n, depth], of int4 a byte each; scale and bias [n] may be null: 1 and 0. An int4 matrix has
+// scales of its groups: see pack_groups.
 template <class T> void pack(const T *matrix, const float *scale, const float *bias, long n, long depth, char *to) {
     constexpr int U = UNIT<T>;
     memset(to, 0, packed_bytes<T>(n, depth));
     for (long first = 0; first < n; first += COLUMNS, to += panel_bytes<T>(depth)) {
+        const long here = n - first < COLUMNS ? n - first : COLUMNS;
         T *values = (T *)to;
-        float *scales = (float *)(values + up(depth, U) * COLUMNS), *biases = scales + COLUMNS;
-        for (long c = 0; c < COLUMNS && first + c < n; c++) {
-            const T *row = matrix + (first + c) * depth;
-            for (long k = 0; k < depth; k++) values[k / U * U * COLUMNS + c * U + k % U] = row[k];
-            scales[c] = scale ? scale[first + c] : 1;
+        float *scales = (float *)(values + up(depth, U) / EACH<T> * COLUMNS), *biases = scales + COLUMNS;
+        if constexpr (GROUPED<T>)
+            pack_groups((const uint8_t *)matrix + first * depth, scale + first * (up(depth, U) / U) * 2, here, depth,
+                        (Group *)to);
+        for (long c = 0; c < here; c++) {
+            if constexpr (!GROUPED<T>) {
+                const T *row = matrix + (first + c) * depth;
+                for (long k = 0; k < depth; k++) values[k / U * U * COLUMNS + c * U + k % U] = row[k];
+            }
+            scales[c] = scale && !GROUPED<T> ? scale[first + c] : 1;
             biases[c] = bias ? bias[first + c] : 0;
         }
     }
@@ -83,16 +89,19 @@ template <int R = ROWS, class F> inline void with_rows(long rows, F f) {
     f(std::integral_constant<int, R>{});
 }
 
-// A panel of int8 as the same panel of bfloat16, in which later tiles of rows find it. Other panels stay what they are.
-template <class T> const auto *unpacked(const T *panel, long depth) {
+// A panel of int8 as the same panel of bfloat16, and one of int4 as what it is multiplied as, in which later tiles of
+// rows find it. Other panels stay what they are.
+template <class T, class F> const auto *unpacked(const T *panel, long depth, F meanwhile) {
+    if constexpr (GROUPED<T>) return unpacked_groups(panel, depth, meanwhile);
 #if defined(__AVX512BF16__)
-    if constexpr (std::is_same_v<T, int8_of_bf16>) {
+    else if constexpr (std::is_same_v<T, int8_of_bf16>) {
         static thread_local std::vector<bf16> values;
         values.resize(depth * COLUMNS);
         for (long i = 0; i < depth * COLUMNS; i += 2 * W) write(&values[i], load_pairs(panel + i));
         return (const bf16 *)values.data();
-    } else
+    }
 #endif
+    else
         return panel;
 }
 
@@ -131,7 +140,7 @@ template <class T>
 void rows_product(const Act<T> *x, long apart, long rows, const Matrix &m, float *out, long outs, bool add, int part,
                   int parts) {
     const long panels = up(m.n, COLUMNS) / COLUMNS, bytes = panel_bytes<T>(m.depth), depth = up(m.depth, UNIT<T>);
-    constexpr long row_bytes = COLUMNS * UNIT<T> * (long)sizeof(T);
+    constexpr long row_bytes = COLUMNS * UNIT<T> / EACH<T> * (long)sizeof(T);
     const long tiles = up(rows, ROWS) / ROWS;
     const long stride = tiles > 1 ? up(row_bytes, tiles - 1) / (tiles - 1) : 0;
     const int lines = (int)(up(stride, 64) / 64);
@@ -141,9 +150,14 @@ void rows_product(const Act<T> *x, long apart, long rows, const Matrix &m, float
     for (long panel = panels * part / parts; panel < panels * (part + 1) / parts; panel++) {
         const char *at = m.panels + panel * bytes, *soon = at + bytes;
         const T *w = (const T *)at;
-        const float *scales = (const float *)(w + depth * COLUMNS);
+        const float *scales = (const float *)(w + depth / EACH<T> * COLUMNS);
         const long here = m.n - panel * COLUMNS < COLUMNS ? m.n - panel * COLUMNS : COLUMNS;
-        const auto *again = rows > ROWS ? unpacked(w, depth) : nullptr;
+        auto fetch = [ahead = at + AHEAD](long size) mutable {  // what soon comes from memory
+            for (long i = 0; i < size; i += 64) __builtin_prefetch(ahead + i, 0, 3);
+            ahead += size;
+        };
+        auto fetch_eight = [&] { fetch(row_bytes * 8 / UNIT<T>); };
+        const auto *again = rows > (GROUPED<T> ? 1 : ROWS) ? unpacked(w, depth, fetch_eight) : nullptr;
         for (long k = 0; k < depth; k += deep) {
             const long now = depth - k < deep ? depth - k : deep;
             for (long r0 = 0; r0 < rows; r0 += ROWS)
@@ -152,11 +166,16 @@ void rows_product(const Act<T> *x, long apart, long rows, const Matrix &m, float
                     auto &sums = (Floats(&)[R][SPAN])waiting[HALVED ? r0 / ROWS : 0];
                     const Act<T> *from = x + r0 * apart + k;
                     if (k == 0) memset(sums, 0, sizeof sums);
-                    if (tiles == 1 || (!HALVED && r0 == 0)) {  // this panel comes from memory
-                        multiply(sums, from, apart, w, COLUMNS, now, [ahead = at + AHEAD]() mutable {
-                            for (long i = 0; i < row_bytes; i += 64) __builtin_prefetch(ahead + i, 0, 3);
-                            ahead += row_bytes;
-                        });
+                    if constexpr (GROUPED<T>) {
+                        if (rows > 1) {
+                            multiply(sums, from, apart, again + k * COLUMNS, COLUMNS, now,
+                                     Lines{soon, soon + share - 64});
+                            soon += share;
+                        } else if constexpr (R == 1) {
+                            multiply_groups(sums, from, w, depth, fetch_eight);
+                        }
+                    } else if (tiles == 1 || (!HALVED && r0 == 0)) {  // this panel comes from memory
+                        multiply(sums, from, apart, w, COLUMNS, now, [fetch]() mutable { fetch(row_bytes); });
                     } else if constexpr (HALVED) {  // meanwhile, the next one does
                         multiply(sums, from, apart, w + k * COLUMNS, COLUMNS, now, Lines{soon, soon + share - 64});
                         soon += share;

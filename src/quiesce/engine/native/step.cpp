@@ -9,7 +9,7 @@
 
 extern "C" {
 
-enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT8_OF_BF16 = 3 };
+enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT8_OF_BF16 = 3, INT4 = 4, INT4_OF_BF16 = 5 };
 
 struct Layer {
     const float *attention_norm, *mlp_norm, *q_norm, *k_norm;  // q_norm and k_norm: null where there are none
@@ -241,8 +241,11 @@ template <class T, class C> struct StepOf : Stepper {
             const float *gates = &wide[t * padded(2 * m.inner)], *ups = gates + m.inner;
             X *to = &gated[t * padded(m.inner)];
             for (long i = 0; i < m.inner; i += W) {
-                const Floats g = load(gates + i);
-                store(to + i, g / (one + exp2(g * log2e)) * load(ups + i));
+                const Floats g = load(gates + i), y = g / (one + exp2(g * log2e)) * load(ups + i);
+                if (i + W <= m.inner)
+                    store(to + i, y);
+                else  // what follows a row stays zero: int4 weights beside it need not be
+                    for (long j = i; j < m.inner; j++) put(to + j, y[j - i]);
             }
         }
     }
@@ -252,6 +255,8 @@ template <class F> auto with_kind(int kind, F f) {
     if (kind == BFLOAT16) return f(bf16{});
     if (kind == INT8) return f(int8_t{});
     if (kind == INT8_OF_BF16) return f(int8_of_bf16{});
+    if (kind == INT4) return f(int4{});
+    if (kind == INT4_OF_BF16) return f(int4_of_bf16{});
     return f(float{});
 }
 
@@ -290,6 +295,8 @@ API void *quiesce_open(const Model *model) {
         if (model->weights == FLOAT32) return new StepOf<float, float>(*model);
         if (model->weights == BFLOAT16) return new StepOf<bf16, bf16>(*model);
         if (model->weights == INT8_OF_BF16) return new StepOf<int8_of_bf16, bf16>(*model);
+        if (model->weights == INT4_OF_BF16) return new StepOf<int4_of_bf16, bf16>(*model);
+        if (model->weights == INT4) return new StepOf<int4, float>(*model);
         return new StepOf<int8_t, float>(*model);
     } catch (const std::exception &) {
         return nullptr;

@@ -45,6 +45,14 @@ struct bf16 {
 struct int8_of_bf16 {
     int8_t value;
 };
+// As many int4 weights of one column, and what makes numbers of them; likewise.
+constexpr int GROUP = 32;
+struct int4 {
+    char bytes[GROUP / 2 + 2 * sizeof(bf16)];
+};
+struct int4_of_bf16 {
+    int4 group;
+};
 
 typedef float Floats __attribute__((vector_size(4 * W)));
 typedef int32_t Ints __attribute__((vector_size(4 * W)));
@@ -53,10 +61,14 @@ typedef uint16_t Halves __attribute__((vector_size(2 * W)));
 typedef int8_t Bytes __attribute__((vector_size(W)));
 
 // What activations are kept as, to be multiplied with T.
-template <class T> constexpr bool PAIRED = DOT && (std::is_same_v<T, bf16> || std::is_same_v<T, int8_of_bf16>);
+template <class T, class... Of> constexpr bool ANY = (std::is_same_v<T, Of> || ...);
+template <class T> constexpr bool PAIRED = DOT && ANY<T, bf16, int8_of_bf16, int4_of_bf16>;
+template <class T> constexpr bool GROUPED = ANY<T, int4, int4_of_bf16>;
 template <class T> using Act = std::conditional_t<PAIRED<T>, bf16, float>;
 // Depths of a product are padded to this, with zero weights.
-template <class T> constexpr int UNIT = PAIRED<T> || (HALVED && std::is_same_v<T, bf16>) ? 2 : 1;
+template <class T>
+constexpr int UNIT = GROUPED<T> ? GROUP : PAIRED<T> || (HALVED && std::is_same_v<T, bf16>) ? 2 : 1;
+template <class T> constexpr int EACH = GROUPED<T> ? GROUP : 1;  // weights in a T
 
 inline long up(long n, long unit) { return (n + unit - 1) / unit * unit; }
 
