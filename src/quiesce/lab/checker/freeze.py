@@ -38,6 +38,7 @@ NOT_STATE = frozenset(
 COUNTED = frozenset({"busy", "deferrals", "retained", "_pages_in"})  # matters for costly fences and for reports
 PACING = frozenset({"accepted", "acked", "timers", "renewed", "log", "_applied"})
 PLAIN = (int, str, bytes, float, type(None), Enum)
+AS_IT_IS: set[type] = {bool, int, str, bytes, float, type(None)}  # and what `_freezer` finds to be a value; the most
 Freezer = Callable[[Any, frozenset[str]], Any]
 
 
@@ -85,22 +86,33 @@ def _freezer(kind: type) -> Freezer | None:
     if kind in MESSAGES:
         return lambda thing, without: plain(thing)
     if issubclass(kind, (*PLAIN, msgspec.Struct)):
+        AS_IT_IS.add(kind)
         return None
     if issubclass(kind, Counter):
         return lambda thing, without: frozenset([item for item in thing.items() if item[1]])
     if issubclass(kind, dict):
-        return lambda thing, without: frozenset([(key, freeze(value, without)) for key, value in thing.items()])
+        return _freeze_dict
     if issubclass(kind, set | frozenset):
         return lambda thing, without: frozenset(thing)
     if issubclass(kind, list | tuple | deque):
-        return lambda thing, without: tuple([freeze(item, without) for item in thing])
+        return _freeze_items
     if issubclass(kind, bytearray):
         return lambda thing, without: bytes(thing)
     return _freeze_object
 
 
+def _freeze_dict(thing: dict[Any, Any], without: frozenset[str]) -> Any:
+    return frozenset(
+        [(key, value if value.__class__ in AS_IT_IS else freeze(value, without)) for key, value in thing.items()]
+    )
+
+
+def _freeze_items(things: Iterable[Any], without: frozenset[str]) -> Any:
+    return tuple([thing if thing.__class__ in AS_IT_IS else freeze(thing, without) for thing in things])
+
+
 def _freeze_object(thing: Any, without: frozenset[str]) -> Any:
-    return tuple([freeze(value, without) for value in _values(thing.__class__, without)(thing)])
+    return _freeze_items(_values(thing.__class__, without)(thing), without)
 
 
 @cache
