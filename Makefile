@@ -11,8 +11,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 ARGS ?=
 PYTEST_ARGS ?=
-# Two test files at a time: half of the suite waits for processes of its own, the other half computes on one core.
-PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
+# One more than the cores of a small machine: an eighth of the suite waits for processes of its own.
+PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 QUIESCE_TORCH_INDEX ?=
 
 # The first Python on the PATH that is new enough (a version manager's shim may exist and not run).

@@ -100,7 +100,8 @@ def test_pd_equals_the_single_process_engine(
 ) -> None:
     prompts, answers = size.drawn(), alone_in_one_process(size)
     if concurrency == 1 and size is SMALL:
-        prompts, answers = prompts[: len(BOUNDARIES)], answers[: len(BOUNDARIES)]
+        half = slice(1, len(BOUNDARIES), 2)  # both sizes run all of them sixteen at once
+        prompts, answers = prompts[half], answers[half]
     requests: list[LabRequest] = []
     for prompt in prompts:
         pair.until(lambda: sum(not r.over for r in requests) < concurrency, 120, "a request to end")
