@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quiesce.core.ledger import REMOTE_WRITERS, Lease, Ledger, LedgerError
+from quiesce.core.ledger import REMOTE_WRITERS, Change, Ledger, LedgerError
 from quiesce.core.messages import TransferId
 from quiesce.core.pages import PagePool
 from quiesce.core.proofs import Borrowing, LeaseKey, Proof, ProofKind, Waiver
@@ -40,10 +39,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.seq = 0
         self.gone = 0
 
-    def hear(
-        self, event: str, tid: TransferId, pages: Iterable[int], lease: Lease | None, by: Proof | Waiver | None
-    ) -> None:
+    def hear(self, change: Change) -> None:
         """Builds the holdings again from nothing but what an observer is told."""
+        event, tid, pages, lease, by = change
         assert (by is not None) == event.startswith("closed")
         match event:
             case "owned":

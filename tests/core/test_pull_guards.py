@@ -337,7 +337,7 @@ def test_l10_the_generation_ends_before_a_page_is_free(state: str, how: str):
     rig = SourceRig()
     leg = rig.lent() if state == "lent" else rig.holding()
     seen: list[bool] = []
-    rig.ledger.observe = lambda event, *_: seen.append(leg in rig.lender.in_force)
+    rig.ledger.observe = lambda change: seen.append(leg in rig.lender.in_force)
     ENDS[how](rig, leg)
     assert rig.ledger.census().free == 12 and rig.lender.transfers == {}
     assert seen and not any(seen[-2:]), "in force while the lease closed or the pages returned"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from quiesce.core.ledger import Change
 from quiesce.core.messages import TransferId
 from quiesce.roles.budgets import GRACE, HoldBudget
 
@@ -24,7 +25,7 @@ def hold(book: HoldBudget, seq: int, pages: int, tenant: str = "") -> TransferId
     """An ended request whose pages wait for proof."""
     tid = TransferId(1, seq)
     book.belongs(tid, tenant)
-    book.observe("ended", tid, range(pages))
+    book.observe(Change("ended", tid, range(pages)))
     return tid
 
 
@@ -37,7 +38,7 @@ def test_d6_a_budget_that_is_used_up_refuses_everybody_and_says_of_what(count: i
     why = book.exhausted("a")
     assert why is not None and why == book.exhausted("")
     assert f"{count * pages} pages of {count} ended requests" in why and "100 pages or 8 requests" in why
-    book.observe("returned", held[0], range(pages))
+    book.observe(Change("returned", held[0], range(pages)))
     assert book.exhausted("a") is None, "the first page that comes back lets the next one in"
     assert book.refused == {"all": 2, "tenant": 0}
 
@@ -53,7 +54,7 @@ def test_d6_a_tenant_uses_up_its_own_share_and_no_others(count: int, pages: int)
     assert book.refused == {"all": 0, "tenant": 1}
     assert book.by_tenant() == {"a": count * pages}
     for tid in held:
-        book.observe("returned", tid, range(pages))
+        book.observe(Change("returned", tid, range(pages)))
     assert book.exhausted("a") is None and book.by_tenant() == {}
 
 
@@ -85,6 +86,6 @@ def test_d6_nothing_is_remembered_of_what_was_returned() -> None:
         tid = TransferId(1, seq)
         book.belongs(tid, "a")
         if seq % 2:
-            book.observe("ended", tid, range(3))
-        book.observe("returned", tid, range(3))
+            book.observe(Change("ended", tid, range(3)))
+        book.observe(Change("returned", tid, range(3)))
     assert not book._tenants and not book._held

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from quiesce.core.ledger import Ledger
+from quiesce.core.ledger import Change, Ledger
 from quiesce.core.messages import Leg, TransferId
 from quiesce.core.pages import PagePool
 from quiesce.core.proofs import LeaseKey, Proof, ProofKind, Waiver
@@ -114,8 +114,8 @@ def test_log_is_bounded_in_entries_runs_and_names_and_says_what_it_forgot() -> N
     assert len(rig.log._rids) <= 11 and len(rig.log._whole) == 0
 
     divided = Rig(pages=64, entries=4)
-    divided.log.observe("owned", TransferId(D, 1), range(0, 64, 2))
-    divided.log.observe("owned", TransferId(D, 2), range(1, 64, 2))
+    divided.log.observe(Change("owned", TransferId(D, 1), range(0, 64, 2)))
+    divided.log.observe(Change("owned", TransferId(D, 2), range(1, 64, 2)))
     assert len(divided.log) == 1 and divided.about(1) and not divided.about(0)
 
 

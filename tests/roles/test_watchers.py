@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from quiesce.core.ledger import Ledger
+from quiesce.core.ledger import Change, Ledger
 from quiesce.core.messages import Leg, TransferId
 from quiesce.core.pages import PagePool
 from quiesce.core.proofs import LeaseKey, Proof, ProofKind
@@ -23,8 +21,8 @@ class Books:
         self.watchers = Watchers(self.ledger, OwnershipLog(lambda tid: None, pages=8), self.hear)
         self.ledger.observe = self.watchers.observe
 
-    def hear(self, event: str, *about: Any) -> None:
-        self.told.append(event)
+    def hear(self, change: Change) -> None:
+        self.told.append(change.event)
         self.free_when_told.append(self.ledger.pool.free)
 
     def lend(self) -> None:
@@ -79,8 +77,8 @@ def test_outside_a_turn_everything_is_told_as_it_happens() -> None:
 def test_one_that_raises_is_counted_and_the_others_hear_of_it_all_the_same() -> None:
     books = Books()
 
-    def broken(event: str, *about: Any) -> None:
-        if event == "returned":
+    def broken(change: Change) -> None:
+        if change.event == "returned":
             raise OSError("no space left on device")
 
     watchers = Watchers(books.ledger, OwnershipLog(lambda tid: None, pages=8), broken, books.hear)

@@ -8,8 +8,9 @@ Nothing else returns a page: no timer, no counter, no special case. A request's 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from quiesce.core.messages import TransferId
 from quiesce.core.pages import PagePool
@@ -57,14 +58,28 @@ class LedgerError(AssertionError):
     """A rule of the ledger was about to be broken. Always a bug of the caller, never of a peer."""
 
 
+class Change(NamedTuple):
+    """What an observer hears of: the pages are those that it is about."""
+
+    event: str  # owned, grown, lent, closed in part, closed, ended, retained, returned
+    tid: TransferId
+    pages: Collection[int]
+    lease: Lease | None = None  # of the events about one
+    closed_by: Proof | Waiver | None = None
+
+    @property
+    def of_a_step(self) -> bool:
+        """About a lease of our own compute, which is taken and closed with each step or seat."""
+        return self.lease is not None and self.lease.key.kind is Borrowing.COMPUTE
+
+
 Released = Callable[[TransferId, tuple[int, ...]], None]
-# (what happened, transfer, pages, the lease it is about, what closed that lease)
-Observer = Callable[[str, TransferId, Iterable[int], Lease | None, Proof | Waiver | None], None]
+Observer = Callable[[Change], None]
 
 
 class Ledger:
-    """One per pool, used by one thread. `on_release` hears of every holding that returned, `observe` of every change:
-    owned, grown, lent, closed in part, closed, ended, retained, returned."""
+    """One per pool, used by one thread. `on_release` hears of every holding that returned, `observe` of every
+    change."""
 
     def __init__(self, pool: PagePool, rows: PagePool, on_release: Released | None = None) -> None:
         self.pool = pool
@@ -272,12 +287,12 @@ class Ledger:
         self,
         event: str,
         tid: TransferId,
-        pages: Iterable[int],
+        pages: Collection[int],
         lease: Lease | None = None,
         closed_by: Proof | Waiver | None = None,
     ) -> None:
         if self.observe is not None:
-            self.tell(self.observe, event, tid, pages, lease, closed_by)
+            self.tell(self.observe, Change(event, tid, pages, lease, closed_by))
 
     def tell(self, listener: Callable[..., None], *arguments: object) -> None:
         try:

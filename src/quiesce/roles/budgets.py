@@ -7,9 +7,10 @@ only those that have lasted longer than `GRACE` count, so that a burst of aborts
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from quiesce.core.ledger import Change
 from quiesce.core.messages import TransferId
 
 GRACE = 1.0  # seconds
@@ -31,13 +32,12 @@ class HoldBudget:
         if tenant:
             self._tenants[tid] = tenant
 
-    def observe(self, event: str, tid: TransferId, pages: Iterable[int], *_: object) -> None:
-        if event == "ended":
-            assert isinstance(pages, Collection)
-            self._held[tid] = (self.now(), len(pages))
-        elif event == "returned":
-            self._held.pop(tid, None)
-            self._tenants.pop(tid, None)
+    def observe(self, change: Change) -> None:
+        if change.event == "ended":
+            self._held[change.tid] = (self.now(), len(change.pages))
+        elif change.event == "returned":
+            self._held.pop(change.tid, None)
+            self._tenants.pop(change.tid, None)
 
     def _waiting(self, tenant: str | None = None) -> tuple[int, int]:
         """Pages and rows that have been held for long, of one tenant or of all."""

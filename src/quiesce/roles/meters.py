@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Histogram
 
-from quiesce.core.ledger import REMOTE_WRITERS, Lease, Ledger
+from quiesce.core.ledger import REMOTE_WRITERS, Change, Ledger
 from quiesce.core.messages import (
     Abort,
     Busy,
@@ -133,17 +133,11 @@ class Holds:
 
     # ------------------------------------------------------------ what the ledger tells
 
-    def observe(
-        self,
-        event: str,
-        tid: TransferId,
-        pages: Iterable[int],
-        lease: Lease | None = None,
-        closed_by: Proof | Waiver | None = None,
-    ) -> None:
+    def observe(self, change: Change) -> None:
+        event, tid, pages, lease, closed_by = change
         if isinstance(closed_by, Waiver):
             said = "a lease of %d pages was closed without proof, so they may be touched by a peer: %s"
-            log.warning(said, len(tuple(pages)), closed_by.reason, extra={"transfer": str(tid)})
+            log.warning(said, len(pages), closed_by.reason, extra={"transfer": str(tid)})
         if event == "ended":
             writers = [key for key in self._ledger.leases(tid) if key.kind in REMOTE_WRITERS]
             if writers:

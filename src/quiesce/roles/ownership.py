@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from quiesce.core.ledger import Lease
+from quiesce.core.ledger import Change, Lease
 from quiesce.core.messages import TransferId
 from quiesce.core.proofs import Borrowing, Proof, Waiver
 
@@ -72,26 +72,20 @@ class OwnershipLog:
 
     # ------------------------------------------------------------ what the ledger tells
 
-    def observe(
-        self,
-        event: str,
-        tid: TransferId,
-        pages: Iterable[int],
-        lease: Lease | None = None,
-        closed_by: Proof | Waiver | None = None,
-    ) -> None:
+    def observe(self, change: Change) -> None:
+        tid = change.tid
         self.name(tid)
-        if lease is not None and lease.key.kind is Borrowing.COMPUTE:
+        if change.of_a_step:
             return
-        runs = runs_of(pages)
+        runs = runs_of(change.pages)
         if self._whole.get(tid) == runs:
             runs = self._whole[tid]
-        elif event != "grown":
+        elif change.event != "grown":
             self._whole[tid] = runs
-        if event == "returned":
+        if change.event == "returned":
             del self._whole[tid]
             self._forget_names(tid)
-        self._keep(Entry(self._clock(), event, tid, runs, _detail(lease, closed_by)))
+        self._keep(Entry(self._clock(), change.event, tid, runs, _detail(change.lease, change.closed_by)))
 
     def name(self, tid: TransferId) -> None:
         """Asked whenever something is lent: a request gets its transfer a moment after the pages are taken."""

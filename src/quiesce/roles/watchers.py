@@ -7,17 +7,12 @@ its turn, and what they are to hear of leases that closed and pages that returne
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from types import TracebackType
 
-from quiesce.core.ledger import Lease, Ledger, Observer
-from quiesce.core.messages import TransferId
-from quiesce.core.proofs import Borrowing, Proof, Waiver
+from quiesce.core.ledger import Change, Ledger, Observer
 from quiesce.roles.ownership import OwnershipLog
 
 CAN_WAIT = ("closed", "returned")  # of the others somebody reads what the ledger looks like just then
-
-Change = tuple[str, TransferId, Iterable[int], Lease | None, Proof | Waiver | None]
 
 
 class Watchers:
@@ -30,22 +25,15 @@ class Watchers:
         self._waiting: deque[Change] = deque()
         self._turns = 0  # of machines that are under way, one inside the other
 
-    def observe(
-        self,
-        event: str,
-        tid: TransferId,
-        pages: Iterable[int],
-        lease: Lease | None = None,
-        closed_by: Proof | Waiver | None = None,
-    ) -> None:
-        if lease is not None and lease.key.kind is Borrowing.COMPUTE:  # a step's, or a seat's
-            self._log.name(tid)
-        elif self._turns and event in CAN_WAIT:
-            self._waiting.append((event, tid, pages, lease, closed_by))
+    def observe(self, change: Change) -> None:
+        if change.of_a_step:
+            self._log.name(change.tid)
+        elif self._turns and change.event in CAN_WAIT:
+            self._waiting.append(change)
         else:
             self._tell_waiting()
             for observer in self._all:
-                observer(event, tid, pages, lease, closed_by)
+                observer(change)
 
     def __enter__(self) -> None:
         self._turns += 1
@@ -61,4 +49,4 @@ class Watchers:
         while self._waiting:
             change = self._waiting.popleft()
             for observer in self._all:
-                self._ledger.tell(observer, *change)
+                self._ledger.tell(observer, change)

@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
-from quiesce.core.ledger import Lease, Ledger
+from quiesce.core.ledger import Change, Ledger
 from quiesce.core.messages import Grant, TransferId
 from quiesce.core.posting import Outcome
-from quiesce.core.proofs import Borrowing, Proof, Waiver
+from quiesce.core.proofs import Proof
 from quiesce.lab.faulty import Decide, FaultyTransport, Make, _Write
 from quiesce.transfer.interface import Peer, Post, Transport
 
@@ -89,20 +89,14 @@ def follow(ledger: Ledger, journal: Journal) -> None:
     """Every change of the ledger goes into the journal too; the leases of our own steps are left out."""
     inner = ledger.observe
 
-    def observe(
-        event: str,
-        tid: TransferId,
-        pages: Iterable[int],
-        lease: Lease | None = None,
-        closed_by: Proof | Waiver | None = None,
-    ) -> None:
-        pages = tuple(pages)
+    def observe(change: Change) -> None:
         if inner is not None:
-            inner(event, tid, pages, lease, closed_by)
-        if lease is not None and lease.key.kind is Borrowing.COMPUTE:
+            inner(change)
+        if change.of_a_step:
             return
-        detail = "" if closed_by is None else getattr(getattr(closed_by, "kind", None), "value", "waiver")
-        journal.note(event, tid, pages, detail=detail)
+        proof = change.closed_by
+        detail = "" if proof is None else proof.kind.value if isinstance(proof, Proof) else "waiver"
+        journal.note(change.event, change.tid, tuple(change.pages), detail=detail)
 
     ledger.observe = observe
 

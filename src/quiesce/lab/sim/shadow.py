@@ -6,10 +6,9 @@ from the changes alone, and are compared with what the ledger says of itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
-from quiesce.core.ledger import Lease, Ledger, Observer
+from quiesce.core.ledger import Change, Lease, Ledger, Observer
 from quiesce.core.messages import Leg, TransferId
 from quiesce.core.proofs import Borrowing, LeaseKey, Proof, Waiver
 from quiesce.lab.invariants import LEDGER
@@ -45,21 +44,15 @@ class Shadow:
         self.rows_of_running = 0
         self.pulled_from = False  # its pages are lent to readers
         self.changed = False  # since the last look
-        self.observed: Callable[[str, TransferId, Any, Any], None] | None = None  # for the story
+        self.observed: Observer | None = None  # for the story
         ledger.observe = self.observe
 
-    def observe(
-        self,
-        event: str,
-        tid: TransferId,
-        pages: Iterable[int],
-        lease: Lease | None = None,
-        closed_by: Proof | Waiver | None = None,
-    ) -> None:
+    def observe(self, change: Change) -> None:
+        event, tid, pages, lease, closed_by = change
         self.changed = True
-        self.next(event, tid, pages, lease, closed_by)
+        self.next(change)
         if self.observed is not None:
-            self.observed(event, tid, pages, lease if closed_by is None else closed_by)
+            self.observed(change)
         if event == "lent":
             assert lease is not None
             if lease.key in self.leases:

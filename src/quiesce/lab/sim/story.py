@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
-from quiesce.core.ledger import Lease
+from quiesce.core.ledger import Change
 from quiesce.core.messages import Cancel, Leg, Ping, Refused, TransferId, Wire
 from quiesce.core.posting import Outcome
-from quiesce.core.proofs import Borrowing, Proof, Waiver
+from quiesce.core.proofs import Borrowing, Proof
 from quiesce.lab.sim.cluster import Broken, Cluster
 from quiesce.lab.sim.nic import Flight
 
@@ -63,7 +64,7 @@ class Story:
             self._say("", "every client leaves", None)
         else:
             if what == "starts":
-                process.shadow.observed = lambda *change: self._changed(process, *change)
+                process.shadow.observed = partial(self._changed, process)
             who = self._who(process.epoch)
             self._say(process.name, BEFALLS[what].format(*more, who=who), None)
 
@@ -81,17 +82,18 @@ class Story:
         elif isinstance(message, Cancel):
             self._say(hearer, f"{hearer} is told to cancel {message.rid}: {message.reason}", None, message.rid)
 
-    def _changed(self, process: Any, event: str, tid: TransferId, pages: Iterable[int], about: Any) -> None:
+    def _changed(self, process: Any, change: Change) -> None:
+        event, tid, _, lease, closed_by = change
         who = self._who(process.epoch)
-        pages = sorted(pages)
-        if isinstance(about, Lease):
-            if about.key.kind is Borrowing.WRITE:
-                self._say(process.name, f"{who} lends {_pages(pages)} of {{{tid}}} to be written", tid)
-            return
-        if isinstance(about, Proof | Waiver):
-            proof = about.kind.value.upper() if isinstance(about, Proof) else "NO PROOF"
-            if isinstance(about, Waiver) or about.kind.value != "completed" or not process.prefill:
+        pages = sorted(change.pages)
+        if closed_by is not None:
+            proof = closed_by.kind.value.upper() if isinstance(closed_by, Proof) else "NO PROOF"
+            if proof != "COMPLETED" or not process.prefill:
                 self._say(process.name, f"{who} closes a lease on {{{tid}}}: {proof}", tid)
+            return
+        if lease is not None:
+            if lease.key.kind is Borrowing.WRITE:
+                self._say(process.name, f"{who} lends {_pages(pages)} of {{{tid}}} to be written", tid)
             return
         text = {
             "owned": f"{who} takes {_pages(pages)} for {{{tid}}}",
