@@ -62,6 +62,15 @@ def test_descriptors_that_do_not_fit_are_refused(pair: Pair) -> None:
     other.close_all()
 
 
+def test_a_mover_with_nothing_to_do_sleeps(pair: Pair) -> None:
+    """It looks on for a moment after each job."""
+    peer = pair.attach()
+    for page in range(20):
+        assert pair.outcome(pair.poster.transport.write(peer, [page], [page], pair.grant())) is Outcome.PLACED
+    state = Path(f"/proc/{pair.poster.mover_pid}/stat")
+    pair.until(lambda: state.read_text().rsplit(")", 1)[1].split()[0] == "S", "the mover to sleep")
+
+
 def test_the_mover_cannot_write_what_it_reads_from(pair: Pair) -> None:
     pair.attach()
     maps = Path(f"/proc/{pair.poster.mover_pid}/maps").read_text()
