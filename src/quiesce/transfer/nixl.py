@@ -99,13 +99,14 @@ class NixlEngine:
             os.environ["UCX_NET_DEVICES"] = self.devices
 
     def _agent(self, window: Window, posts: bool) -> tuple[Any, Any]:
-        """NIXL's own thread never sleeps and takes most of a core. Who posts has no need of it: over cma the kernel
-        copies inside the call that posts, and over tcp asking for the state moves on what is under way. Over verbs it
-        was not tried."""
+        """NIXL's own thread never sleeps and takes most of a core. Who posts over cma has no need of it: the kernel
+        copies inside the call that posts, and asking for the state does what else there is to do. Over tcp it is faster
+        without, but then, once in tens of thousands, a transfer stays under way for ever however often it is asked for,
+        with the answer unread in its socket (NIXL 1.5.1)."""
         self._pin()
         api = _library()
         config = api.nixl_agent_config(
-            enable_prog_thread=not posts or self.lane == "rc",
+            enable_prog_thread=not (posts and self.lane == "cma"),
             backends=[],
             sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
