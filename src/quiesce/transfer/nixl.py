@@ -100,9 +100,9 @@ class NixlEngine:
 
     def _agent(self, window: Window, posts: bool) -> tuple[Any, Any]:
         """NIXL's own thread never sleeps and takes most of a core. Who posts over cma has no need of it: the kernel
-        copies inside the call that posts, and asking for the state does what else there is to do. Over tcp it is faster
-        without, but then, once in tens of thousands, a transfer stays under way for ever however often it is asked for,
-        with the answer unread in its socket (NIXL 1.5.1)."""
+        copies inside the call that posts, and asking for the state does what else there is to do. Over tcp it is
+        faster without, but then, once in tens of thousands, a transfer stays under way for ever however often it is
+        asked for, with the answer unread in its socket (NIXL 1.5.1)."""
         self._pin()
         api = _library()
         config = api.nixl_agent_config(
