@@ -185,6 +185,20 @@ def test_a_fence_of_own_reads_lets_nothing_land(pair: Pair) -> None:
     assert pair.outcome(refused) is Outcome.FAILED_CLEAN, "a fenced grant is read under again"
 
 
+def test_a_fence_of_own_reads_with_none_under_way_leaves_later_grants_readable(pair: Pair) -> None:
+    """The attachment stayed, and with it the generation that had been fenced: every later read was refused."""
+    numbered(pair.lender)
+    peer = pair.attach()
+    grant = pair.grant(access="read")
+    assert pair.outcome(pair.poster.transport.read(peer, [9], [7], grant)) is Outcome.PLACED
+    assert pair.poster.transport.fence(pair.lender.epoch, grant.generation) is not None
+    assert pair.outcome(pair.poster.transport.read(peer, [9], [7], grant)) is Outcome.FAILED_CLEAN
+    generation = pair.lender.transport.generation
+    pair.until(lambda: (generation(pair.poster.epoch) or 0) > grant.generation, "another generation")
+    again = pair.poster.transport.read(peer, [9], [7], pair.grant(access="read"))
+    assert pair.outcome(again) is Outcome.PLACED and pair.poster.arena.pages[9, 0] == 8
+
+
 def test_an_attachment_that_ends_is_proven_by_its_agents_end(pair: Pair) -> None:
     peer = pair.attach()
     generation = pair.grant().generation

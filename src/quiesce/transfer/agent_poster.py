@@ -233,8 +233,9 @@ class AgentPoster(Connections):
                     courier.oldest_read = NEVER
                 else:
                     over = False
-                if target.courier is courier:
-                    self._on_lost(target, "own reads were fenced", final=False)
+            if target.courier is not None and target.courier.generation <= generation:
+                # though nothing may be under way: what is granted from now on has to be under another generation
+                self._on_lost(target, "own reads were fenced", final=False)
         return over and self._reads_left.get(peer_epoch, NEVER) > generation
 
     def drained(self, peer: Peer) -> bool:
