@@ -33,7 +33,7 @@ from quiesce.core.messages import Sampling
 from quiesce.engine.batch import Row
 from quiesce.engine.engine import Engine
 from quiesce.engine.kv import KVPool
-from quiesce.engine.native.library import UNDER
+from quiesce.engine.native.library import BEST, UNDER, Peaks
 from quiesce.engine.seats import Seats
 from quiesce.models.registry import DEFAULT, resolve
 from quiesce.ops.run_dir import ROUTER, RunDir
@@ -75,7 +75,11 @@ class Ready:
         self._hidden = torch.zeros((rows * PROMPT, engine.model_config.hidden_size))
         self._logits = logits.repeat(-(-rows // len(logits)), 1)
         blocks = np.split(self._logits.numpy(), range(UNDER, logits.shape[1], UNDER), axis=1)
-        self._peaks = np.stack([block.max(axis=1) for block in blocks], axis=1)
+        peaks = np.stack([block.max(axis=1) for block in blocks], axis=1)
+        bests = np.zeros(len(peaks), BEST)
+        bests["value"], bests["token"] = peaks.max(axis=1), self._logits.numpy().argmax(axis=1)
+        self._peaks = Peaks(peaks, bests)
+        self.library = self._model.library
 
     def plan(self, rows: list[Row], kv: KVPool, seats: Seats | None = None) -> Any:
         return self._model.plan(rows, kv, seats)
@@ -83,8 +87,9 @@ class Ready:
     def forward(self, batch: Any, kv: KVPool) -> torch.Tensor:
         return self._hidden[: len(batch.tokens)]
 
-    def logits_and_peaks(self, x: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
-        return self._logits[: x.shape[0]], self._peaks[: x.shape[0]]
+    def logits_and_peaks(self, x: torch.Tensor) -> tuple[torch.Tensor, Peaks]:
+        n = x.shape[0]
+        return self._logits[:n], Peaks(self._peaks.blocks[:n], self._peaks.bests[:n])
 
 
 class Watch:

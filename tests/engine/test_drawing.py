@@ -9,7 +9,7 @@ from quiesce.core.messages import Sampling
 from quiesce.engine.batch import Row
 from quiesce.engine.drawing import Drawer
 from quiesce.engine.errors import EngineError
-from quiesce.engine.native.library import UNDER, WISH, Library, levels, load
+from quiesce.engine.native.library import BEST, UNDER, WISH, Library, Peaks, levels, load
 
 TIE = 1e-5  # of the mass: so near to a border rounding may decide
 LEVELS = levels()
@@ -39,6 +39,13 @@ def logits_of(vocab: int, spread: float, seed: int) -> np.ndarray:
     """bfloat16 values: many are equal."""
     drawn = np.random.default_rng(seed).standard_normal(vocab) * spread
     return torch.from_numpy(drawn.astype(np.float32)).bfloat16().float().numpy()
+
+
+def peaks_of(logits: np.ndarray) -> Peaks:
+    blocks = np.stack([b.max(axis=1) for b in np.split(logits, range(UNDER, logits.shape[1], UNDER), axis=1)], axis=1)
+    bests = np.zeros(len(logits), BEST)
+    bests["token"], bests["value"] = logits.argmax(axis=1), blocks.max(axis=1)
+    return Peaks(blocks, bests)
 
 
 def wish_of(sampling: Sampling, chance: float, masked: bool = False) -> np.ndarray:
@@ -102,8 +109,7 @@ def test_rows_at_once_and_known_peaks_draw_what_each_row_alone_does(library: Lib
         for at in range(len(asked)):
             library.draw(logits[at : at + 1], alone[at : at + 1])
         library.draw(logits, together)
-        blocks = [block.max(axis=1) for block in np.split(logits, range(UNDER, vocab, UNDER), axis=1)]
-        library.draw(logits, known, np.stack(blocks, axis=1))
+        library.draw(logits, known, peaks_of(logits))
         assert (together["token"] == alone["token"]).all()
         assert (known["token"] == alone["token"]).all()
 

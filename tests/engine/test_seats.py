@@ -119,12 +119,20 @@ def test_native_chances_are_those_of_the_sampler(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", levels())
-def test_peaks_are_the_largest_of_each_block(level: str, tmp_path: Path) -> None:
-    engine = Engine(
-        make_tiny_llama(tmp_path, vocab=VOCAB), dtype="float32", pool_pages=8, native_level=level, threads=2
-    )
+@pytest.mark.parametrize("threads", [1, 2])
+def test_peaks_are_the_largest_of_each_block_and_the_best_is_the_first_of_the_largest(
+    level: str, threads: int, tmp_path: Path
+) -> None:
+    folder = make_tiny_llama(tmp_path, vocab=VOCAB)
+    engine = Engine(folder, dtype="float32", pool_pages=8, native_level=level, threads=threads)
     model = engine._model
     hidden = model.forward(model.plan([Row(list(range(4, 104)), 0, list(range(7)))], engine.kv), engine.kv)
+    hidden[3] = 0  # all of its logits are 0: a tie
+    hidden[50] = float("nan")
     lines, peaks = model.logits_and_peaks(hidden)  # type: ignore[union-attr]
     blocks = np.split(lines.numpy(), range(UNDER, VOCAB, UNDER), axis=1)
-    assert np.array_equal(peaks, np.stack([block.max(axis=1) for block in blocks], axis=1))
+    want = np.stack([block.max(axis=1) for block in blocks], axis=1)
+    assert np.array_equal(peaks.blocks, want, equal_nan=True) and np.isnan(peaks.blocks[50]).all()
+    assert np.array_equal(peaks.bests["value"], want.max(axis=1), equal_nan=True)
+    sound = np.arange(100) != 50
+    assert np.array_equal(peaks.bests["token"][sound], lines.numpy().argmax(axis=1)[sound])

@@ -10,11 +10,12 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 import numpy as np
+import torch
 
 from quiesce.core.messages import Sampling
 from quiesce.engine.batch import Row
 from quiesce.engine.logprobs import token_logprob
-from quiesce.engine.native.library import WISH, Library
+from quiesce.engine.native.library import WISH, Library, Peaks
 from quiesce.engine.penalties import needs_history, penalised
 from quiesce.engine.sampler import GREEDY_BELOW, Sampled, check_sampling, sample, uniform
 from quiesce.engine.seats import Seats
@@ -51,15 +52,13 @@ class Drawer:
         made = self._kinds[id(sampling)] = Kind(sampling, temperature, history, history or bool(sampling.logit_bias))
         return made
 
-    def draw_seated(self, seats: Seats, logits: np.ndarray, peaks: np.ndarray) -> np.ndarray:
-        """A token for each seat, -1 where its logits are not finite; needs a library."""
+    def draw_seated(self, seats: Seats, logits: torch.Tensor, peaks: Peaks) -> tuple[np.ndarray, bool]:
+        """A token for each seat, whose logits are the first, -1 where they are not finite; whether all are. Needs a
+        library."""
         assert self._library is not None
-        if not seats.all_greedy:
-            seats.wishes["chance"] = self._library.chances(seats.seeds, seats.starts + 1)
-        self._library.draw(logits, seats.wishes, peaks)
-        return seats.wishes["token"].copy()
+        return self._library.draw_seats(seats.native, logits.data_ptr(), peaks, self._vocab_size)
 
-    def draw(self, rows: Sequence[Row], logits: np.ndarray, peaks: np.ndarray | None = None) -> list[Sampled | None]:
+    def draw(self, rows: Sequence[Row], logits: np.ndarray, peaks: Peaks | None = None) -> list[Sampled | None]:
         """A token for each of `rows`, all of which sample, from float32 [rows, vocab]; None: not finite. `peaks`:
         where they came with the logits."""
         wishes = [row.sample for row in rows if row.sample is not None]

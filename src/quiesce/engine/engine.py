@@ -24,7 +24,7 @@ from quiesce.engine.grammar import Grammars
 from quiesce.engine.kv import KVPool, Staging
 from quiesce.engine.logprobs import token_logprob
 from quiesce.engine.model import Model
-from quiesce.engine.native.library import AUTO, choose
+from quiesce.engine.native.library import AUTO, Peaks, choose
 from quiesce.engine.native.model import Flat, NativeModel
 from quiesce.engine.quantize import QUANTIZATIONS, round_to
 from quiesce.engine.sampler import Sampled
@@ -174,15 +174,17 @@ class Engine:
             return np.array([result.sampled.token for result in results[:n] if result.sampled], np.int64), results[n:]
         if rows:
             self._check(rows)
-        check_seats(seats, rows, self.model_config, self.kv, self.context_length)
-        with torch.inference_mode(), self._under_way():
-            batch = self._model.plan(rows, self.kv, seats)
-            hidden = self._model.forward(batch, self.kv)
-            lines, peaks = self._lines(batch, hidden)
-            assert peaks is not None
-            tokens = self._drawer.draw_seated(seats, lines[:n], peaks[:n])
-            results, bad = self._results(rows, batch, hidden, lines[n:], peaks[n:]) if rows else ([], set())
-        if bad or tokens.min() < 0:
+        about = (self.model_config, self.kv, self.context_length)
+        check_seats(seats, rows, *about, self._model.library)
+        # It is over when it returns, and has no gradients: it needs none of what surrounds a step in PyTorch.
+        batch = self._model.plan(rows, self.kv, seats)
+        hidden = self._model.forward(batch, self.kv)
+        lines, peaks = self._model.logits_and_peaks(_wanted(batch, hidden))
+        tokens, finite = self._drawer.draw_seated(seats, lines, peaks)
+        results, bad = list[Result](), set[int]()
+        if rows:
+            results, bad = self._results(rows, batch, hidden, lines.numpy()[n:], peaks.behind(n))
+        if bad or not finite:
             raise NonFiniteLogits([*np.flatnonzero(tokens < 0).tolist(), *(n + number for number in sorted(bad))])
         return tokens, results
 
@@ -192,7 +194,7 @@ class Engine:
         batch: Batch | Flat,
         hidden: torch.Tensor,
         lines: np.ndarray,
-        peaks: np.ndarray | None,
+        peaks: Peaks | None,
     ) -> tuple[list[Result], set[int]]:
         """What the rows gave, and those of them that are not finite."""
         wanting = [rows[number] for number in batch.samplers]
@@ -264,10 +266,9 @@ class Engine:
             finally:
                 self.kv.finish()
 
-    def _lines(self, batch: Batch | Flat, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray | None]:
+    def _lines(self, batch: Batch | Flat, hidden: torch.Tensor) -> tuple[np.ndarray, Peaks | None]:
         """Logits of those that draw, in the order of their rows, and their peaks where the step finds them."""
-        all_draw = batch.wanted is None or len(batch.wanted) == len(hidden)
-        wanted = hidden if all_draw else hidden[batch.wanted]
+        wanted = _wanted(batch, hidden)
         if isinstance(self._model, Model):
             return _as_numpy(self._model.logits(wanted)), None
         lines, peaks = self._model.logits_and_peaks(wanted)
@@ -290,6 +291,12 @@ class Engine:
                 token_logprob(line, token, row.prompt_logprobs) for line, token in zip(lines, following, strict=True)
             ]
         return tuple(scores)
+
+
+def _wanted(batch: Batch | Flat, hidden: torch.Tensor) -> torch.Tensor:
+    """The hidden states of those that draw."""
+    all_draw = batch.wanted is None or len(batch.wanted) == len(hidden)
+    return hidden if all_draw else hidden[batch.wanted]
 
 
 def _as_numpy(logits: torch.Tensor) -> np.ndarray:

@@ -17,7 +17,8 @@ from quiesce.engine.batch import Row
 from quiesce.engine.config import ModelConfig
 from quiesce.engine.errors import EngineError
 from quiesce.engine.kv import KVPool
-from quiesce.engine.native.library import ROW_FIELDS, WISH
+from quiesce.engine.native import library
+from quiesce.engine.native.library import ROW_FIELDS, WISH, Library
 from quiesce.engine.penalties import needs_history
 from quiesce.engine.sampler import GREEDY_BELOW, MASK
 
@@ -50,8 +51,16 @@ class Seats:
         self._seed = np.zeros(most, np.uint64)
         self._wishes = np.zeros(most, WISH)
         self._pages = np.zeros((most, NARROWEST), np.int32)
+        self.native = library.Seats(
+            page_size=page_size,
+            tokens=self._token.ctypes.data,
+            rows=self._rows.ctypes.data,
+            held=self._held.ctypes.data,
+            seeds=self._seed.ctypes.data,
+            wishes=self._wishes.ctypes.data,
+        )
         self._place_tables()
-        self._drawing = 0  # seats that are not greedy
+        self._room: int | None = None  # steps until somebody is short of a page; None: to be reckoned
         self.lowest_page = self.highest_page = 0  # that a seat has ever had
 
     def __len__(self) -> int:
@@ -71,14 +80,14 @@ class Seats:
         wish["temperature"] = 0.0 if sampling.temperature < GREEDY_BELOW else sampling.temperature
         wish["top_p"], wish["min_p"], wish["top_k"] = sampling.top_p, sampling.min_p, sampling.top_k
         wish["chance"], wish["masked"] = 0.0, 0
-        self._drawing += bool(wish["temperature"])
+        self.native.count = self._n
         self.add_pages(at, pages)
         return at
 
     def leave(self, seat: int) -> int | None:
         """The seat is free, and whoever sat last sits there now: that one's former seat, or None."""
-        self._drawing -= bool(self._wishes["temperature"][seat])
         self._n -= 1
+        self._room, self.native.count = None, self._n
         last, sitter = self._n, self._sitters.pop()
         if seat == last:
             return None
@@ -99,14 +108,22 @@ class Seats:
         self._pages[seat, held:most] = pages
         self.lowest_page, self.highest_page = min(self.lowest_page, *pages), max(self.highest_page, *pages)
         self._held[seat] = most
+        self._room = None
 
     def _place_tables(self) -> None:
         self._rows[:, 2] = np.arange(len(self._rows)) * self._pages.shape[1]
+        self.native.pages = self._pages.ctypes.data
 
     # ------------------------------------------------------------ from step to step
 
     def short(self) -> list[int]:
         """The seats whose next token has no page to go to."""
+        if not self._n:
+            return []
+        if self._room is None:
+            self._room = int((self._held[: self._n] * self.page_size - self.starts).min())
+        if self._room > 0:
+            return []
         found: list[int] = (self.starts >= self._held[: self._n] * self.page_size).nonzero()[0].tolist()
         return found
 
@@ -114,6 +131,8 @@ class Seats:
         """A step has computed everyone's token and drawn the next."""
         self._token[: self._n] = tokens
         self._rows[: self._n, 1] += 1
+        if self._room is not None:
+            self._room -= 1
 
     # ------------------------------------------------------------ what a step reads
 
@@ -135,25 +154,6 @@ class Seats:
         """int32, flat: the page tables of all seats, each as wide."""
         return self._pages[: self._n].reshape(-1)
 
-    @property
-    def written(self) -> np.ndarray:
-        """The page that each seat's token goes to."""
-        places = self.starts // self.page_size
-        pages: np.ndarray = self._pages[np.arange(self._n), places]
-        return pages
-
-    @property
-    def all_greedy(self) -> bool:
-        return not self._drawing
-
-    @property
-    def seeds(self) -> np.ndarray:
-        return self._seed[: self._n]
-
-    @property
-    def wishes(self) -> np.ndarray:
-        return self._wishes[: self._n]
-
     def rows(self) -> list[Row]:
         """The same as rows of their own, for whatever takes no arrays."""
         return [
@@ -171,19 +171,25 @@ class Seats:
         ]
 
 
-def check_seats(seats: Seats, rows: Sequence[Row], config: ModelConfig, kv: KVPool, context_length: int) -> None:
+def check_seats(
+    seats: Seats, rows: Sequence[Row], config: ModelConfig, kv: KVPool, context_length: int, by: Library
+) -> None:
     """As `batch.check_rows`, of all at once; `rows` are sound among themselves. Raises EngineError."""
-    starts, tokens = seats.starts, seats.tokens
-    if starts.min() < 0 or starts.max() >= context_length:
-        raise EngineError(f"a seat's token is past the context length of {context_length}")
-    if tokens.min() < 0 or tokens.max() >= config.vocab_size:
-        raise EngineError(f"a seat has a token outside 0..{config.vocab_size - 1}")
-    if seats.short():
-        raise EngineError(f"seats {seats.short()} have no page for their token")
     if seats.lowest_page < 0 or seats.highest_page >= kv.pages:
         raise EngineError(f"a seat names a page outside 0..{kv.pages - 1}")
-    written = seats.written.tolist()
-    for row in rows:
-        written += set(row.pages[row.start // kv.page_size : -(-row.end // kv.page_size)])
-    if len(set(written)) < len(written):
-        raise EngineError("two of a step's seats and rows write one page")
+    others = [page for row in rows for page in {*row.pages[row.start // kv.page_size : -(-row.end // kv.page_size)]}]
+    bounds = library.Bounds(config.vocab_size, context_length, kv.pages)
+    if not by.sound(seats.native, bounds, np.array(others, np.int64)):
+        raise EngineError(_unsound(seats, config, context_length))
+
+
+def _unsound(seats: Seats, config: ModelConfig, context_length: int) -> str:
+    """What is the matter with them."""
+    starts, tokens = seats.starts, seats.tokens
+    if starts.min() < 0 or starts.max() >= context_length:
+        return f"a seat's token is past the context length of {context_length}"
+    if tokens.min() < 0 or tokens.max() >= config.vocab_size:
+        return f"a seat has a token outside 0..{config.vocab_size - 1}"
+    if seats.short():
+        return f"seats {seats.short()} have no page for their token"
+    return "two of a step's seats and rows write one page"

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Protocol
 
 import numpy as np
@@ -39,8 +40,7 @@ class StepEnd:
 class EngineThread:
     def __init__(self, engine: Stepper) -> None:
         self._engine = engine
-        self._work: deque[tuple[list[Row], Seats | None] | None] = deque()
-        self._ready = threading.Semaphore(0)
+        self._work: SimpleQueue[tuple[list[Row], Seats | None] | None] = SimpleQueue()
         self._done: deque[StepEnd] = deque()
         self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.busy = False
@@ -55,8 +55,7 @@ class EngineThread:
         """`seats`: some of which are taken, and which nobody touches until the step has ended."""
         assert not self.busy, "one step at a time"
         self.busy = True
-        self._work.append((list(rows), seats))
-        self._ready.release()
+        self._work.put((list(rows), seats))
 
     def take(self) -> StepEnd | None:
         """The step that has ended since the last call, if one has."""
@@ -70,17 +69,12 @@ class EngineThread:
 
     def stop(self) -> None:
         """Lets a step that is under way end first: it is still writing pages."""
-        self._work.append(None)
-        self._ready.release()
+        self._work.put(None)
         self._thread.join()
         os.close(self._signal)
 
     def _run(self) -> None:
-        while True:
-            self._ready.acquire()
-            work = self._work.popleft()
-            if work is None:
-                return
+        while (work := self._work.get()) is not None:
             self._done.append(self._step(*work))
             os.eventfd_write(self._signal, 1)
 

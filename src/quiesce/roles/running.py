@@ -37,7 +37,8 @@ class Running:
         self.under_way = False
         self._leaving: list[Sequence] = []  # in the middle of a step
         self._histories: list[list[int]] = []
-        self._left = np.zeros(most, np.int64)  # tokens until max_tokens
+        self._last = np.zeros(most, np.int64)  # where each answer's last token is computed, at max_tokens
+        self._soonest: int | None = 0  # steps until the first of them; None: to be reckoned
         self._stops = np.full((most, 1), NO_TOKEN, np.int64)  # the tokens that end each answer
 
     def __len__(self) -> int:
@@ -53,7 +54,8 @@ class Running:
         seat = sequence.seat = self.seats.take(sequence.tokens, sequence.prompt_tokens, wish, sequence.pages)
         self.sequences.append(sequence)
         self._histories.append(sequence.tokens)
-        self._left[seat] = wish.max_tokens - sequence.generated
+        self._last[seat] = sequence.prompt_tokens + wish.max_tokens - 2
+        self._soonest = None
         ends = sequence.stopping
         if len(ends) > self._stops.shape[1]:
             wider = np.full((len(self._stops), len(ends)), NO_TOKEN, np.int64)
@@ -79,7 +81,8 @@ class Running:
         moved = self.seats.leave(seat)
         if moved is not None:
             self.sequences[seat], self._histories[seat], last.seat = last, history, seat
-            self._left[seat], self._stops[seat] = self._left[moved], self._stops[moved]
+            self._last[seat], self._stops[seat] = self._last[moved], self._stops[moved]
+        self._soonest = None
         self.ledger.close(sequence.lease, sequence.completed)
 
     def grow(self, sequence: Sequence, pages: tuple[int, ...]) -> None:
@@ -110,12 +113,23 @@ class Running:
         n = len(self)
         if not n:
             return
+        last = self._at_last()
         self.seats.advance(tokens)
-        self._left[:n] -= 1
         drawn = tokens.tolist()
         deque(map(list.append, self._histories, drawn), maxlen=0)
-        stopped = (self._stops[:n] == tokens[:, None]).any(axis=1)
-        over = (stopped | (self._left[:n] <= 0)).nonzero()[0].tolist()
+        stopped = self._stops[:n] == tokens[:, None]
+        over: list[int] = []
+        if last or stopped.any():
+            stopped = stopped.any(axis=1)
+            at_last = self._last[:n] < self.seats.starts
+            over = (stopped | at_last).nonzero()[0].tolist()
         self.hearers.streamed(self.sequences, drawn)
         for sequence, stop in [(self.sequences[seat], stopped[seat]) for seat in over]:
             self.hearers.finished(sequence, "stop" if stop else "length")
+
+    def _at_last(self) -> bool:
+        """Whether this step's token is the last that somebody may have."""
+        if self._soonest is None:
+            self._soonest = int((self._last[: len(self)] - self.seats.starts).min())
+        self._soonest -= 1
+        return self._soonest < 0

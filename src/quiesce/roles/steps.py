@@ -21,7 +21,7 @@ from quiesce.roles.sequence import Batch, Sequence
 
 log = logging.getLogger("quiesce.steps")
 
-AHEAD = 8  # pages that an answer takes at a time while more than half of the pool is free
+AHEAD = 16  # pages that an answer takes at a time while more than half of the pool is free
 
 
 @dataclass(frozen=True)

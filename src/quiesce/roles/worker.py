@@ -51,6 +51,7 @@ from quiesce.roles.standing import standing
 from quiesce.roles.state import identity, state_of
 from quiesce.roles.steps import Listeners, Steps
 from quiesce.roles.timers import AT_ONCE, Delays, Timers
+from quiesce.roles.wakes import Wakes
 from quiesce.roles.watchers import Watchers
 from quiesce.transfer.interface import Capabilities
 
@@ -83,7 +84,7 @@ class Worker(ABC):
         self.listener = control_socket(settings, self.context, self.keys)
         self.registration = Registration(self.context, settings.registry, settings.registry_public_key, self.keys)
         self.timers = Timers(Delays(hold=settings.hold_timeout))
-        self.poller = zmq.Poller()
+        self.poller = Wakes()
         self.thread = EngineThread(engine)
         self.compiler = Compiler(engine.grammars)
         rows = settings.max_running + max(settings.max_running, SPARE_ROWS)
@@ -244,13 +245,15 @@ class Worker(ABC):
     def _receive(self) -> None:
         now = time.monotonic()
         until = now + (INBOX_AFTER_PAUSE if now - self._received > PAUSE else INBOX)
-        while received := self.listener.receive(AT_ONCE):
-            for item in received:
-                self._guarded(self._dispatch, item)
-            if time.monotonic() > until:
-                break
+        if self.poller.any_of(self.listener.socket, self.listener.monitor):
+            while received := self.listener.receive(AT_ONCE):
+                for item in received:
+                    self._guarded(self._dispatch, item)
+                if time.monotonic() > until:
+                    break
         self._received = time.monotonic()
-        gone = self.registration.turn()
+        link = self.registration.link
+        gone = self.registration.turn() if self.poller.any_of(link.socket, link.monitor) else None
         if gone is not None:
             orphans = [leg for leg in self.legs.by_rid.values() if leg.start.router_epoch == gone]
             log.log(logging.WARNING if orphans else logging.INFO, "router %016x is gone", gone)
@@ -289,6 +292,8 @@ class Worker(ABC):
         self.start(leg)
 
     def _compiled(self) -> None:
+        if not self.poller.any_of(self.compiler.fileno()):
+            return
         for rid, why in self.compiler.failures():
             if (leg := self.legs.by_rid.get(rid)) is not None:
                 self.give_up(leg, "failed", 400, f"its grammar: {why}")

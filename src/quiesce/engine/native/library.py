@@ -9,7 +9,7 @@ from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,15 +55,44 @@ class Model(Structure):
     )
 
 
+class Seats(Structure):
+    """As in seats.h. Addresses of what `engine/seats.py` keeps for every seat."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("count", "page_size")),
+        *((name, c_void_p) for name in ("tokens", "rows", "held", "seeds", "wishes", "pages")),
+    )
+
+
+class Bounds(Structure):
+    """As in seats.h: what tokens, positions and pages must be below."""
+
+    _fields_ = tuple((name, c_int64) for name in ("vocab", "context", "pages"))
+
+
 UNDER = 64  # logits under a peak, as in peaks.h
 ROW_FIELDS = 3  # count, start, table: int64
-ABI = 2000000 + ctypes.sizeof(Model) * 1000 + ctypes.sizeof(Layer) + 8 * ROW_FIELDS
+ABI = 3000000 + ctypes.sizeof(Model) * 1000 + ctypes.sizeof(Layer) + 8 * ROW_FIELDS + ctypes.sizeof(Seats)
 
 # As in sampling.h. A temperature of 0 is greedy; `chance` is uniform in [0, 1).
 WISH = np.dtype(
     [(name, "f8") for name in ("temperature", "top_p", "min_p", "chance")]
     + [(name, "i8") for name in ("top_k", "masked", "token")]
 )
+
+BEST = np.dtype([("value", "f4"), ("token", "i4")])  # as in peaks.h: the largest of a row, and the first that has it
+
+
+class Peaks(NamedTuple):
+    """Of rows of logits: the largest of each block, NaN for one that is not finite, and the best of all."""
+
+    blocks: np.ndarray  # float32 [rows, blocks of the vocabulary]
+    bests: np.ndarray  # BEST [rows]
+
+    def behind(self, rows: int) -> Peaks:
+        """Without the first so many."""
+        return Peaks(self.blocks[rows:], self.bests[rows:])
+
 
 Address = int
 
@@ -106,18 +135,36 @@ class Library:
         if self.calls.quiesce_forward(stepper, tokens, rows, count, pages, pool, to):
             raise EngineError(f"the native step ({self.level}) got no memory for this many tokens")
 
-    def logits(self, stepper: Address, hidden: Address, rows: int, out: Address, apart: int, peaks: Address) -> None:
-        """`peaks` [rows, blocks of the vocabulary]: the largest of each block, NaN for one that is not finite."""
-        if self.calls.quiesce_logits(stepper, hidden, rows, out, apart, peaks):
+    def logits(self, stepper: Address, hidden: Address, rows: int, out: Address, apart: int, peaks: Peaks) -> None:
+        if self.calls.quiesce_logits(
+            stepper, hidden, rows, out, apart, peaks.blocks.ctypes.data, peaks.bests.ctypes.data
+        ):
             raise EngineError(f"the native step ({self.level}) got no memory for this many tokens")
 
-    def draw(self, logits: np.ndarray, wishes: np.ndarray, peaks: np.ndarray | None = None) -> None:
+    def draw(self, logits: np.ndarray, wishes: np.ndarray, peaks: Peaks | None = None) -> None:
         """`logits` float32 [rows, vocab], each row together; `wishes` [rows] of WISH, whose `token` is filled in: -1
         for a row that is not finite (where `masked` is set, -inf is fine: a token that is not drawn). `peaks`: those
         that came with the logits; without them the logits are read once more."""
-        known = None if peaks is None else peaks.ctypes.data
-        if self.calls.quiesce_draw(logits.ctypes.data, known, *logits.shape, wishes.ctypes.data):
-            raise EngineError(f"the native step ({self.level}) got no memory to draw from {len(logits)} rows")
+        known = (None, None) if peaks is None else (peaks.blocks.ctypes.data, peaks.bests.ctypes.data)
+        if self.calls.quiesce_draw(logits.ctypes.data, *known, *logits.shape, wishes.ctypes.data):
+            raise self._no_memory_to_draw(len(logits))
+
+    def sound(self, seats: Seats, bounds: Bounds, others: np.ndarray) -> bool:
+        """Whether every seat's token may be computed, and no two write one page, nor one of `others`, int64. Those
+        and the pages of all tables are known to be within bounds."""
+        return bool(self.calls.quiesce_sound(byref(seats), byref(bounds), others.ctypes.data, len(others)))
+
+    def draw_seats(self, seats: Seats, logits: Address, peaks: Peaks, vocab: int) -> tuple[np.ndarray, bool]:
+        """A token for each seat, whose rows are the first, int64, -1 for one that is not finite; whether all are."""
+        tokens = np.empty(seats.count, np.int64)
+        blocks, bests = peaks.blocks.ctypes.data, peaks.bests.ctypes.data
+        outcome = self.calls.quiesce_draw_seats(byref(seats), logits, blocks, bests, vocab, tokens.ctypes.data)
+        if outcome == 1:
+            raise self._no_memory_to_draw(seats.count)
+        return tokens, outcome == 0
+
+    def _no_memory_to_draw(self, rows: int) -> EngineError:
+        return EngineError(f"the native step ({self.level}) got no memory to draw from {rows} rows")
 
     def chances(self, seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """`sampler.uniform` of each uint64 seed and int64 position."""
@@ -135,9 +182,11 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "quiesce_open": (c_void_p, (POINTER(Model),)),
     "quiesce_close": (None, (c_void_p,)),
     "quiesce_forward": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)),
-    "quiesce_logits": (c_int32, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
+    "quiesce_logits": (c_int32, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p)),
     "quiesce_chances": (None, (c_void_p, c_void_p, c_int64, c_void_p)),
-    "quiesce_draw": (c_int32, (c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
+    "quiesce_draw": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
+    "quiesce_sound": (c_int32, (POINTER(Seats), POINTER(Bounds), c_void_p, c_int64)),
+    "quiesce_draw_seats": (c_int32, (POINTER(Seats), c_void_p, c_void_p, c_void_p, c_int64, c_void_p)),
 }
 
 

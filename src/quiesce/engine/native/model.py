@@ -17,7 +17,7 @@ from quiesce.engine.batch import Row
 from quiesce.engine.config import ModelConfig
 from quiesce.engine.kv import KVPool
 from quiesce.engine.native import library
-from quiesce.engine.native.library import Library
+from quiesce.engine.native.library import Library, Peaks
 from quiesce.engine.quantize import int4, int8
 from quiesce.engine.rope import rotary
 from quiesce.engine.seats import Seats
@@ -141,12 +141,13 @@ class NativeModel:
         """Hidden states [n, hidden] from `forward` -> float32 [n, vocab]."""
         return self.logits_and_peaks(x)[0]
 
-    def logits_and_peaks(self, x: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
+    def logits_and_peaks(self, x: torch.Tensor) -> tuple[torch.Tensor, Peaks]:
         """The same, and the largest of each `library.UNDER` of a row."""
         x, n, vocab = x.contiguous(), x.shape[0], self.config.vocab_size
-        out, peaks = torch.empty((n, vocab)), np.empty((n, -(-vocab // library.UNDER)), np.float32)
+        out = torch.empty((n, vocab))
+        peaks = Peaks(np.empty((n, -(-vocab // library.UNDER)), np.float32), np.empty(n, library.BEST))
         if n:
-            self.library.logits(self._stepper, x.data_ptr(), n, out.data_ptr(), vocab, peaks.ctypes.data)
+            self.library.logits(self._stepper, x.data_ptr(), n, out.data_ptr(), vocab, peaks)
         return out, peaks
 
     def _layer(self, layer: LayerWeights) -> library.Layer:

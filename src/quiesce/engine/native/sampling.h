@@ -7,13 +7,16 @@
 #include <limits>
 #include <vector>
 
-namespace {
+extern "C" {
 
 // As in library.py. top_k 0: no bound. `token` is the answer; -1: the row has a NaN or an infinity.
 struct Wish {
     double temperature, top_p, min_p, chance;
     int64_t top_k, masked, token;  // masked: -inf is a token that must not be drawn
 };
+}
+
+namespace {
 
 // As `sampler.uniform`: XXH3 of 16 bytes, the seed and the position, as a number in [0, 1).
 inline double uniform(uint64_t seed, uint64_t position) {
@@ -35,11 +38,11 @@ class Sampler {
     static constexpr double ROUNDED = 1.00001;  // the rest of the mass is not estimated too low
 
     // A row of logits. What of it is read is known from its peaks: `low` is how far down blocks are wanted at first, or
-    // of a greedy row `first` is the one block.
+    // of a greedy row `first` is the one block, where its best token is not known.
     struct Row {
         const float *x, *peaks;
         float best, low;
-        long first;
+        long first, token;
     };
 
     long n, blocks;
@@ -251,12 +254,11 @@ class Sampler {
     long kept_by(const Wish &wish) const { return wish.top_k > 0 && wish.top_k < n ? wish.top_k : n; }
 
     // Reads a row's peaks only; what of the row itself is going to be read is on its way when this returns.
-    Row look(const float *x, const float *peaks, const Wish &wish) const {
-        Row seen{x, peaks, peak(peaks, blocks, wish.masked), ABOVE_ALL, 0};
+    Row look(const float *x, const float *peaks, const Best *best, const Wish &wish) const {
+        Row seen{x, peaks, best ? best->value : peak(peaks, blocks, wish.masked), ABOVE_ALL, 0, best ? best->token : -1};
         if (!(seen.best > NOTHING)) return seen;
         if (wish.temperature == 0) {
-            seen.first = block_of(peaks, seen.best);
-            fetch(seen, seen.first);
+            if (!best) fetch(seen, seen.first = block_of(peaks, seen.best));
             return seen;
         }
         if (wish.top_k > 0 || wish.min_p > 0) {
@@ -274,14 +276,14 @@ class Sampler {
     int64_t token(const Wish &wish) {
         found.clear(), reach.clear(), ids.clear();
         if (!(row.best > NOTHING)) return -1;  // nothing may be drawn, or NaN
-        if (wish.temperature == 0) return first_best();
+        if (wish.temperature == 0) return row.token < 0 ? first_best() : row.token;
         return wish.top_k > 0 || wish.min_p > 0 ? among_kept(wish) : among_all(wish);
     }
 
   public:
-    // logits [rows, vocab] and, where they are known, their peaks -> the wishes' tokens. While one row is drawn from,
-    // memory brings what the next will read.
-    void draw(const float *logits, const float *known, long rows, long vocab, Wish *wishes) {
+    // logits [rows, vocab] and, where they are known, their peaks and bests -> the wishes' tokens. While one row is drawn
+    // from, memory brings what the next will read.
+    void draw(const float *logits, const float *known, const Best *bests, long rows, long vocab, Wish *wishes) {
         n = vocab, blocks = blocks_of(vocab);
         auto seen = [&](long at) {
             const float *x = logits + at * n, *peaks = known + at * blocks;
@@ -290,7 +292,7 @@ class Sampler {
                 find_peaks(x, n, wishes[at].masked, own[at % 2].data());
                 peaks = own[at % 2].data();
             }
-            return look(x, peaks, wishes[at]);
+            return look(x, peaks, bests ? bests + at : nullptr, wishes[at]);
         };
         Row next = {};
         if (rows) next = seen(0);

@@ -1,7 +1,7 @@
 // One step of a decoder over packed weights and paged keys and values, behind a plain C interface.
 // quiesce/engine/native/library.py mirrors the structures below; quiesce_abi() tells whether the two belong together.
 #include "attention.h"
-#include "sampling.h"
+#include "seats.h"
 #include "team.h"
 #include <cmath>
 #include <memory>
@@ -26,10 +26,6 @@ struct Model {
     const char *head;                     // packed
 };
 
-// New tokens of one sequence: `count` from position `start` on, whose pages begin at pages[table].
-struct Row {
-    int64_t count, start, table;
-};
 }
 
 namespace {
@@ -38,7 +34,7 @@ struct Stepper {
     virtual ~Stepper() = default;
     virtual void forward(const int32_t *tokens, const Row *rows, long row_count, const int32_t *pages, void *pool,
                          float *hidden) = 0;
-    virtual void logits(const float *hidden, long rows, float *out, long outs, float *peaks) = 0;
+    virtual void logits(const float *hidden, long rows, float *out, long outs, float *peaks, Best *bests) = 0;
 };
 
 // T: weights, C: cache
@@ -103,15 +99,22 @@ template <class T, class C> struct StepOf : Stepper {
         team.run(work);
     }
 
-    void logits(const float *hidden, long n, float *out, long outs, float *peaks) override {
+    void logits(const float *hidden, long n, float *out, long outs, float *peaks, Best *bests) override {
         reserve(n);
+        std::vector<Best> found(n * team.size);
         auto work = [&](int part) {
             normalise(hidden, n, m.norm, part);
             team.meet();
             const Matrix head{m.head, m.vocab, m.hidden};
-            product_and_peaks<T>(normed.data(), padded(m.hidden), n, head, out, outs, peaks, part, team.size);
+            product_and_peaks<T>(normed.data(), padded(m.hidden), n, head, out, outs, peaks, &found[n * part], part,
+                                 team.size);
         };
         team.run(work);
+        for (long r = 0; r < n; r++) {
+            bests[r] = found[r];
+            for (int part = 1; part < team.size; part++)
+                if (bests[r].beaten_by(found[n * part + r].value)) bests[r] = found[n * part + r];
+        }
     }
 
   private:
@@ -265,7 +268,7 @@ template <class F> auto with_kind(int kind, F f) {
 #define API extern "C" __attribute__((visibility("default")))
 
 // Sizes of the structures above, so that a stale library is noticed.
-API int64_t quiesce_abi() { return 2000000 + sizeof(Model) * 1000 + sizeof(Layer) + sizeof(Row); }
+API int64_t quiesce_abi() { return 3000000 + sizeof(Model) * 1000 + sizeof(Layer) + sizeof(Row) + sizeof(Seats); }
 
 API int64_t quiesce_packed_bytes(int32_t kind, int64_t n, int64_t depth) {
     return with_kind(kind, [&](auto t) { return packed_bytes<decltype(t)>(n, depth); });
@@ -316,10 +319,11 @@ API int32_t quiesce_forward(void *stepper, const int32_t *tokens, const Row *row
     }
 }
 
-// out [rows, vocab], rows `outs` floats apart; peaks [rows, blocks of the vocabulary]. 0, or 1: no memory.
-API int32_t quiesce_logits(void *stepper, const float *hidden, int64_t rows, float *out, int64_t outs, float *peaks) {
+// out [rows, vocab], rows `outs` floats apart; peaks [rows, blocks of the vocabulary], bests [rows]. 0, or 1: no memory.
+API int32_t quiesce_logits(void *stepper, const float *hidden, int64_t rows, float *out, int64_t outs, float *peaks,
+                           Best *bests) {
     try {
-        ((Stepper *)stepper)->logits(hidden, rows, out, outs, peaks);
+        ((Stepper *)stepper)->logits(hidden, rows, out, outs, peaks, bests);
         return 0;
     } catch (const std::bad_alloc &) {
         return 1;
@@ -331,13 +335,39 @@ API void quiesce_chances(const uint64_t *seeds, const int64_t *positions, int64_
     for (int64_t i = 0; i < n; i++) chances[i] = uniform(seeds[i], (uint64_t)positions[i]);
 }
 
-// Draws one token for each row of `logits` [rows, vocab]; `peaks`: theirs, or null. 0, or 1: no memory.
-API int32_t quiesce_draw(const float *logits, const float *peaks, int64_t rows, int64_t vocab, Wish *wishes) {
+// Draws one token for each row of `logits` [rows, vocab]; `peaks` and `bests`: theirs, or null. 0, or 1: no memory.
+API int32_t quiesce_draw(const float *logits, const float *peaks, const Best *bests, int64_t rows, int64_t vocab,
+                         Wish *wishes) {
     static thread_local Sampler sampler;
     try {
-        sampler.draw(logits, peaks, rows, vocab, wishes);
+        sampler.draw(logits, peaks, bests, rows, vocab, wishes);
         return 0;
     } catch (const std::bad_alloc &) {
         return 1;
     }
+}
+
+// Whether every seat's token may be computed, and no two write one page, nor one of `others` [other_count].
+API int32_t quiesce_sound(const Seats *seats, const Bounds *bounds, const int64_t *others, int64_t other_count) {
+    static thread_local Marks marks;
+    try {
+        return marks.sound(*seats, *bounds, others, other_count);
+    } catch (const std::bad_alloc &) {
+        return 0;
+    }
+}
+
+// The chance of every seat that draws, then a token for each seat, to `tokens` too. 0; 1: no memory; 2: one is not finite.
+API int32_t quiesce_draw_seats(const Seats *seats, const float *logits, const float *peaks, const Best *bests,
+                               int64_t vocab, int64_t *tokens) {
+    for (int64_t at = 0; at < seats->count; at++)
+        if (seats->wishes[at].temperature > 0)
+            seats->wishes[at].chance = uniform(seats->seeds[at], (uint64_t)seats->rows[at].start + 1);
+    if (quiesce_draw(logits, peaks, bests, seats->count, vocab, seats->wishes)) return 1;
+    bool sound = true;
+    for (int64_t at = 0; at < seats->count; at++) {
+        tokens[at] = seats->wishes[at].token;
+        sound = sound && tokens[at] >= 0;
+    }
+    return sound ? 0 : 2;
 }

@@ -57,6 +57,13 @@ class Nothing:
         return lambda *arguments, **named: None
 
 
+class Awake(Nothing):
+    """As `roles.wakes.Wakes`, where a turn looks everywhere."""
+
+    def any_of(self, *readables: Any) -> bool:
+        return True
+
+
 class Faults(Nothing):
     """Stands where the worker's loop has its log: remembers the faults that the loop survives."""
 
@@ -101,7 +108,8 @@ def _changes(
                 yield Change(module, name, model)
     now = clock.monotonic
     yield Change(revoking, "FENCE_POLL", fence_poll)
-    yield Change(worker, "zmq", SimpleNamespace(Context=Nothing, Poller=Nothing, POLLIN=0))
+    yield Change(worker, "zmq", SimpleNamespace(Context=Nothing, POLLIN=0))
+    yield Change(worker, "Wakes", Awake)
     yield Change(registration, "KeyPair", SimpleNamespace(load=lambda path: SimKeys(Path(path).stem)))
     yield Change(worker, "KeyRing", lambda path: None)
     yield Change(worker, "start_authenticator", lambda context, ring: Nothing())
