@@ -22,7 +22,6 @@ from statistics import median
 from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from bench import machine
 from bench.cases import Prompts

@@ -28,6 +28,8 @@ from quiesce.core.messages import Wire
 
 T = TypeVar("T")
 
+READABLE = int(zmq.POLLIN)  # an enum's arithmetic costs more than the question
+
 
 class _End:
     def __init__(self, codec: Codec | None) -> None:
@@ -42,29 +44,37 @@ class _End:
     def malformed(self) -> int:
         return self._framing.counts.malformed
 
-    def _send(self, socket: zmq.Socket[bytes], to: list[bytes], message: Wire) -> bool:
-        frame = self._framing.encode(message)
-        if frame is None:
-            return False
-        try:
-            socket.send_multipart([*to, frame], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
-                raise
-            self._framing.counts.dropped += 1
-            return False
-        return True
 
-    @staticmethod
-    def _drain(socket: zmq.Socket[bytes], limit: int, parse: Callable[[list[zmq.Frame]], T | None]) -> list[T]:
-        found: list[T] = []
-        for _ in range(limit):
-            if not socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # to ask costs a fraction of an exception
-                break
-            parsed = parse(socket.recv_multipart(zmq.NOBLOCK, copy=False))
-            if parsed is not None:
-                found.append(parsed)
-        return found
+def send(framing: Framing, socket: zmq.Socket[bytes], to: list[bytes], message: Wire) -> bool:
+    """Never waits. False: not sent, and counted."""
+    frame = framing.encode(message)
+    if frame is None:
+        return False
+    try:
+        socket.send_multipart([*to, frame], zmq.NOBLOCK)
+    except zmq.ZMQError as error:
+        if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+            raise
+        framing.counts.dropped += 1
+        return False
+    return True
+
+
+def drain(socket: zmq.Socket[bytes], limit: int, parse: Callable[[list[zmq.Frame]], T | None]) -> list[T]:
+    """What has arrived, at most `limit` messages; never waits."""
+    found: list[T] = []
+    for _ in range(limit):
+        if not socket.getsockopt(zmq.EVENTS) & READABLE:  # to ask costs a fraction of an exception
+            break
+        parsed = parse(socket.recv_multipart(zmq.NOBLOCK, copy=False))
+        if parsed is not None:
+            found.append(parsed)
+    return found
+
+
+def as_bytes(frames: list[zmq.Frame]) -> list[bytes]:
+    """What monitors say, as they are parsed."""
+    return [frame.bytes for frame in frames]
 
 
 class Listener(_End):
@@ -88,13 +98,13 @@ class Listener(_End):
 
     def send(self, to: bytes, message: Wire) -> bool:
         """False: not sent, because that peer is gone or its queue is full; counted in `dropped`."""
-        return self._send(self.socket, [to], message)
+        return send(self._framing, self.socket, [to], message)
 
     def receive(self, limit: int = 256) -> list[Received]:
         """What has arrived, at most `limit` messages; never waits."""
         counts = self._framing.counts
-        self._drain(self.monitor, MONITOR_AT_ONCE, lambda frames: counts.arrival([frame.bytes for frame in frames]))
-        return self._drain(self.socket, limit, self._framing.from_peer)
+        drain(self.monitor, MONITOR_AT_ONCE, lambda frames: counts.arrival(as_bytes(frames)))
+        return drain(self.socket, limit, self._framing.from_peer)
 
     @property
     def counts(self) -> Counts:
@@ -170,19 +180,19 @@ class Link(_End):
         if self._state.current is LinkEvent.DOWN:  # what is left of the old connection may still take messages
             self._framing.counts.dropped += 1
             return False
-        return self._send(self.socket, [], message)
+        return send(self._framing, self.socket, [], message)
 
     def receive(self, limit: int = 256) -> list[Wire]:
         """What has arrived, at most `limit` messages; never waits."""
-        return self._drain(self.socket, limit, self._framing.from_server)
+        return drain(self.socket, limit, self._framing.from_server)
 
     def state_changes(self, limit: int = 256) -> list[LinkEvent]:
         """Changes since the last call, oldest first; UP and DOWN alternate. DOWN also says: never came up."""
 
         def parse(frames: list[zmq.Frame]) -> LinkEvent | None:
-            return self._state.on([frame.bytes for frame in frames])
+            return self._state.on(as_bytes(frames))
 
-        return self._drain(self.monitor, limit, parse)
+        return drain(self.monitor, limit, parse)
 
     def close(self) -> None:
         if not self.socket.closed:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import zmq
-import zmq.asyncio
 
 from quiesce.channel import AsyncLink, AsyncListener, KeyPair, KeyRing, LinkEvent, Received, start_authenticator
 from quiesce.core.messages import Register, Wire
