@@ -164,6 +164,7 @@ def _server(app: Starlette, gate: Gate, tls: ssl.SSLContext | None) -> _Server:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # nobody asks where a client is, and it would be looked for in every request
         timeout_keep_alive=30,
         timeout_graceful_shutdown=2,
     )

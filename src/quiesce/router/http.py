@@ -130,6 +130,36 @@ def without_reset(cycle: RequestResponseCycle, linger: Callable[[], None]) -> Ca
     return patient
 
 
+class Together:
+    """A connection's transport for one answer: its head leaves with the first of its body. Two packets are two calls
+    of the kernel here, and two wake-ups of whoever waits for a first token."""
+
+    def __init__(self, transport: asyncio.Transport, cycle: RequestResponseCycle) -> None:
+        self._transport, self._cycle = transport, cycle
+        self._head: bytes | None = None
+        self._begun = False
+
+    def write(self, data: bytes) -> None:
+        if self._cycle.response_started and not self._begun:  # before that: 100 Continue
+            self._begun, self._head = True, data
+            return
+        head, self._head = self._head, None
+        self._transport.write(data if head is None else head + data)
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+    def flush(self) -> None:
+        """An answer without a body is over."""
+        if self._head is not None:
+            head, self._head = self._head, None
+            self._transport.write(head)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class PipelineTooLongError(Exception):
     """More requests than may wait on one connection."""
 
@@ -175,6 +205,7 @@ class BoundedHttp(HttpToolsProtocol):
             raise PipelineTooLongError
         super().on_headers_complete()
         self.gate.spare[self] = None
+        self.cycle.transport = Together(self.transport, self.cycle)  # type: ignore[assignment]
         if self.scope["http_version"] == "1.0":
             self.cycle.send = without_chunks(self.cycle)  # type: ignore[method-assign,assignment]
         self._stays = self.cycle.keep_alive
@@ -204,6 +235,8 @@ class BoundedHttp(HttpToolsProtocol):
             self._lingering = None
 
     def on_response_complete(self) -> None:
+        if self._running is not None:
+            self._running.transport.flush()  # type: ignore[attr-defined]
         super().on_response_complete()
         if not self.transport.is_closing() and self.cycle.response_complete:
             self.gate.spare[self] = None
