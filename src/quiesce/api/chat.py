@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from quiesce.api.defaults import sampling_defaults
-from quiesce.api.detokenize import Vocabulary
+from quiesce.api.detokenize import Vocabulary, parts_of
 from quiesce.api.errors import ApiError, invalid, unavailable
 from quiesce.api.messages import Message, size_of
 from quiesce.api.structure import unusable
@@ -225,10 +225,10 @@ def _eos_ids(generation: dict[str, Any], config: dict[str, Any]) -> tuple[int, .
 
 def _longest_token(tokenizer: Tokenizer) -> int | None:
     """Bytes of text that one token can stand for at most; None when that has no bound."""
-    state = json.loads(tokenizer.to_str())
-    swallows = any(token.get("lstrip") or token.get("rstrip") for token in state.get("added_tokens", []))
-    if state.get("normalizer") is not None or swallows:  # may drop any amount of text
+    parts = parts_of(tokenizer)
+    swallows = any(token.get("lstrip") or token.get("rstrip") for token in parts.added_tokens)
+    if parts.normalizer is not None or swallows:  # may drop any amount of text
         return None
-    if state.get("model", {}).get("type") != "BPE" or (state.get("pre_tokenizer") or {}).get("type") == "Whitespace":
+    if parts.model.type != "BPE" or (parts.pre_tokenizer or {}).get("type") == "Whitespace":
         return None
-    return max(len(token.encode()) for token in tokenizer.get_vocab(with_added_tokens=True))
+    return max(map(len, map(str.encode, tokenizer.get_vocab(with_added_tokens=True))))

@@ -9,14 +9,32 @@ the whole run into U+FFFD.
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer
 
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class Model(msgspec.Struct):
+    type: str = ""
+
+
+class Parts(msgspec.Struct):
+    """What is asked of how a tokenizer is made; its vocabulary, which is most of that, is passed over."""
+
+    model: Model
+    added_tokens: list[dict[str, Any]] = []
+    normalizer: dict[str, Any] | None = None
+    pre_tokenizer: dict[str, Any] | None = None
+    decoder: dict[str, Any] | None = None
+
+
+def parts_of(tokenizer: Tokenizer) -> Parts:
+    return msgspec.json.decode(tokenizer.to_str(), type=Parts)
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -33,7 +51,7 @@ class Vocabulary:
         self.tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self.special = frozenset(id for id, token in added.items() if token.special)
-        decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+        decoder = parts_of(tokenizer).decoder or {}
         chain = decoder.get("decoders", [decoder])
         self.byte_level = [link.get("type") for link in chain] == ["ByteLevel"]
         self._spaced = any(_writes_spaces(link) for link in chain)

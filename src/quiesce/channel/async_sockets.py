@@ -16,7 +16,7 @@ import zmq
 from quiesce.channel.frames import ARRIVALS, MONITOR_AT_ONCE, Counts, Framing, LinkEvent, LinkState, Received, watch
 from quiesce.channel.keys import KeyPair
 from quiesce.channel.options import configure_link, configure_listener, remove_socket_file
-from quiesce.channel.sockets import READABLE, as_bytes, drain, send
+from quiesce.channel.sockets import as_bytes, drain, readable, send
 from quiesce.core.codec import Codec
 from quiesce.core.messages import Wire
 
@@ -32,12 +32,12 @@ class _Inbox:
         self._socket = socket
         self._loop = asyncio.get_running_loop()
         self._news: asyncio.Future[None] | None = None  # somebody waits for it
-        self._file = socket.getsockopt(zmq.FD)
+        self._file = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._file, self.look)
 
     def look(self) -> None:
         """Wakes whoever waits, if there is something to read."""
-        if self._socket.getsockopt(zmq.EVENTS) & READABLE and self._news is not None and not self._news.done():
+        if readable(self._socket) and self._news is not None and not self._news.done():
             self._news.set_result(None)
 
     async def receive(self, limit: int, parse: Callable[[list[zmq.Frame]], T | None]) -> list[T]:

@@ -60,11 +60,15 @@ def send(framing: Framing, socket: zmq.Socket[bytes], to: list[bytes], message: 
     return True
 
 
+def readable(socket: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & READABLE)
+
+
 def drain(socket: zmq.Socket[bytes], limit: int, parse: Callable[[list[zmq.Frame]], T | None]) -> list[T]:
     """What has arrived, at most `limit` messages; never waits."""
     found: list[T] = []
     for _ in range(limit):
-        if not socket.getsockopt(zmq.EVENTS) & READABLE:  # to ask costs a fraction of an exception
+        if not readable(socket):  # to ask costs a fraction of an exception
             break
         parsed = parse(socket.recv_multipart(zmq.NOBLOCK, copy=False))
         if parsed is not None:

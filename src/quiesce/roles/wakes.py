@@ -14,7 +14,7 @@ class Wakes(zmq.Poller):
         super().__init__()
         self.named: set[Any] = set()
 
-    def poll(self, timeout: float | None = None) -> list[tuple[Any, int]]:
+    def poll(self, timeout: int | None = None) -> list[tuple[Any, int]]:
         found = super().poll(timeout)
         self.named = {readable for readable, _ in found}
         return found
