@@ -81,6 +81,24 @@ def test_malformed_input_is_counted_and_the_wait_goes_on(bench: Bench) -> None:
     asyncio.run(story())
 
 
+def test_more_junk_than_is_read_at_once_hides_no_message(bench: Bench) -> None:
+    async def story() -> None:
+        listener = AsyncListener(bench.context, "tcp://127.0.0.1:*", bench.server)
+        up = asyncio.Event()
+        link = AsyncLink(bench.context, listener.endpoint, bench.server.public, bench.client, lambda _: up.set())
+        await asyncio.wait_for(up.wait(), 30)
+        for _ in range(200):
+            link.socket.send(b"\xc1junk")
+        assert link.send(Registered(router_epoch=1))
+        received = await asyncio.wait_for(listener.receive(limit=1), 30)
+        assert [r.message for r in received] == [Registered(router_epoch=1)]
+        assert listener.malformed == 200
+        link.close()
+        listener.close()
+
+    asyncio.run(story())
+
+
 def test_a_stranger_is_refused(bench: Bench) -> None:
     async def story() -> None:
         listener = AsyncListener(bench.context, "tcp://127.0.0.1:*", bench.server)

@@ -44,6 +44,9 @@ class _Inbox:
         """At least one, at most `limit`. Gives way to others first."""
         await asyncio.sleep(0)
         while not (found := drain(self._socket, limit, parse)):
+            if readable(self._socket):  # nothing of so much was a message, and there is more
+                await asyncio.sleep(0)
+                continue
             self._news = self._loop.create_future()
             await self._news
         return found
