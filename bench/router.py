@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import uvloop
 import zmq
 
 from bench import machine
@@ -105,49 +106,69 @@ class Worker:
 
 
 class Stream:
-    """One streamed completion over a bare socket: counts frames and tokens, parses nothing."""
+    """Streamed completions over a bare socket, one after the other: counts frames and tokens, parses nothing."""
 
     def __init__(self, port: int) -> None:
         self._port = port
+        self._ends: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self.frames = 0
         self.asked = 0.0  # when the whole request was written
 
     async def run(self, body: dict[str, Any], first: Callable[[], None] = lambda: None) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        """On the connection of the request before, if that is still there."""
+        self._ends = self._ends or await asyncio.open_connection("127.0.0.1", self._port)
+        reader, writer = self._ends
         raw = json.dumps(body | {"model": MODEL, "stream": True, "ignore_eos": True, "temperature": 0}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-length: {len(raw)}\r\n\r\n"
-        self.asked = time.perf_counter()
+        self.asked, before = time.perf_counter(), self.frames
         writer.write(head.encode() + raw)
         try:
             while data := await reader.read(1 << 16):
-                if (found := data.count(b'"text":"')) and not self.frames:
+                if (found := data.count(b'"text":"')) and self.frames == before:
                     first()
                 self.frames += found
-                if b"[DONE]" in data:
+                if data.endswith(b"0\r\n\r\n"):
                     return
             raise RuntimeError("the router closed a stream before its end")
-        finally:
-            writer.close()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._ends is not None:
+            self._ends[1].close()
+            self._ends = None
 
 
 def cpu_of(pid: int) -> float:
-    """Seconds, of all its threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Seconds, of all its threads that live."""
+    spent = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            spent += int((thread / "schedstat").read_text(encoding="ascii").split()[0])
+        except OSError:  # it has just ended
+            continue
+    return spent / 1e9
 
 
-async def latency(worker: Worker, port: int, pid: int, prompts: Prompts, tokenizer: Any) -> dict[str, float]:
-    """Median milliseconds that a request spends in the router: on its way in, and its first token's way out."""
+async def latency(
+    worker: Worker, port: int, pid: int, prompts: Prompts, tokenizer: Any, *, anew: bool = False
+) -> dict[str, float]:
+    """Median milliseconds that a request spends in the router: on its way in, and its first token's way out. `anew`:
+    each comes on a connection of its own, which the router has to accept first."""
     ways: dict[str, list[float]] = {"in": [], "out": [], "both": []}
-    began = cpu_of(pid)
+    stream, began = Stream(port), cpu_of(pid)
     for number in range(REQUESTS):
-        text, told, stream = tokenizer.decode(prompts.one(PROMPT, number)), [0.0], Stream(port)
+        text, told = tokenizer.decode(prompts.one(PROMPT, number)), [0.0]
+        if anew:
+            stream.close()
         await stream.run(
             {"prompt": text, "max_tokens": 1}, lambda told=told: told.__setitem__(0, time.perf_counter())
         )
         came_in, went_out = worker.heard - stream.asked, told[0] - worker.said
         for way, seconds in (("in", came_in), ("out", went_out), ("both", came_in + went_out)):
             ways[way].append(seconds * 1e3)
+    stream.close()
     return {way: median(found) for way, found in ways.items()} | {"CPU": (cpu_of(pid) - began) / REQUESTS * 1e3}
 
 
@@ -205,7 +226,8 @@ async def measure(run_dir: RunDir, folder: Path, seconds: float) -> list[dict[st
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         await latency(worker, port, router.pid, Prompts(folder), tokenizer)  # warm
         ways = await latency(worker, port, router.pid, Prompts(folder), tokenizer)
-        return [ways, await throughput(worker, port, router.pid, seconds)]
+        anew = await latency(worker, port, router.pid, Prompts(folder), tokenizer, anew=True)
+        return [ways, anew, await throughput(worker, port, router.pid, seconds)]
     finally:
         worker.close()
         router.kill()
@@ -224,7 +246,9 @@ async def until_ready(port: int, patience: float = 60.0) -> None:
     end = time.monotonic() + patience
     while time.monotonic() < end:
         try:
-            await Stream(port).run({"prompt": [TOKEN], "max_tokens": 1})
+            stream = Stream(port)
+            await stream.run({"prompt": [TOKEN], "max_tokens": 1})
+            stream.close()
             return
         except (OSError, RuntimeError):
             await asyncio.sleep(0.1)
@@ -241,10 +265,11 @@ def main() -> int:
         print(f"warning: {noise}")
     run_dir = RunDir()
     try:
-        ways, rates = asyncio.run(measure(run_dir, resolve(wanted.model), wanted.seconds))
+        ways, anew, rates = uvloop.run(measure(run_dir, resolve(wanted.model), wanted.seconds))
     finally:
         run_dir.remove()
     print(f"a request in, {PROMPT} tokens of text: {ways['in']:.2f} ms; a token out: {ways['out']:.2f} ms")
+    print(f"on a connection of its own each: {anew['in']:.2f} ms and {anew['out']:.2f} ms")
     print(f"CPU of the router for a whole request of one token: {ways['CPU']:.2f} ms")
     for what, value in rates.items():
         print(f"{what}: {value:,.2f}")
