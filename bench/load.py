@@ -35,13 +35,16 @@ class Answer:
     """An HTTP response as it arrives: its body's lines, each with the time at which it came."""
 
     lines: list[tuple[float, bytes]] = field(default_factory=list)
+    heard: Callable[[], None] = lambda: None  # called when there are more
     over: bool = False
     left: bytes = b""
 
     def on_body(self, body: bytes) -> None:
         *whole, self.left = (self.left + body).split(b"\n")
         now = time.perf_counter()
-        self.lines += [(now, line) for line in whole if line.strip()]
+        if more := [(now, line) for line in whole if line.strip()]:
+            self.lines += more
+            self.heard()
 
     def on_message_complete(self) -> None:
         self.over = True
@@ -50,13 +53,13 @@ class Answer:
         return b"\n".join([line for _, line in self.lines] + [self.left]).decode()
 
 
-async def post(port: int, path: str, body: dict[str, Any]) -> Answer:
+async def post(port: int, path: str, body: dict[str, Any], heard: Callable[[], None] = lambda: None) -> Answer:
     """The whole answer of a server on this machine. Raises RuntimeError for any but 200."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
     writer.write(head.encode() + b"\r\nConnection: close\r\n\r\n" + data)
-    answer = Answer()
+    answer = Answer(heard=heard)
     parser = httptools.HttpResponseParser(answer)
     async with asyncio.timeout(DEADLINE):
         while not answer.over and (received := await reader.read(1 << 16)):

@@ -20,7 +20,7 @@ from statistics import median
 from bench import load, machine
 from bench.cases import Prompts
 from bench.goals import Goal
-from bench.router import cpu_of
+from bench.router import cpu_by_thread
 from bench.startup import Serve
 from quiesce.models.registry import DEFAULT, resolve
 
@@ -36,10 +36,17 @@ MOST_LOSS, MOST_MS = 0.02, 10.0
 
 @dataclass(frozen=True)
 class Asked:
-    """One prompt: seconds to its first token, CPU seconds of the process that computed it."""
+    """One prompt: seconds to its first token; CPU seconds until then of the process that computed it, and of the
+    busiest of its threads, which is the engine's."""
 
     first: float
     cpu: float
+    engine: float
+
+    @property
+    def beside(self) -> float:
+        """Seconds in which the engine did not compute: posts, hand-off, messages, wake-ups."""
+        return self.first - self.engine
 
 
 class Way:
@@ -51,13 +58,20 @@ class Way:
         self._computes = workers["colocated" if name == "colocated" else "prefill"]
 
     def ask(self, prompt: list[int]) -> Asked:
-        before = cpu_of(self._computes)
-        first = asyncio.run(self._ask(prompt))
-        return Asked(first, cpu_of(self._computes) - before)
+        before, after = cpu_by_thread(self._computes), dict[str, float]()
 
-    async def _ask(self, prompt: list[int]) -> float:
-        begun, body = time.perf_counter(), load.completion(self._model, prompt, 2)
-        return load.timed(await load.post(self._serve.port, "/v1/completions", body), begun).first
+        def heard() -> None:
+            if not after:
+                after.update(cpu_by_thread(self._computes))
+
+        async def answered() -> float:
+            begun, body = time.perf_counter(), load.completion(self._model, prompt, 2)
+            answer = await load.post(self._serve.port, "/v1/completions", body, heard)
+            return load.timed(answer, begun).first
+
+        first = asyncio.run(answered())
+        spent = [seconds - before.get(thread, 0.0) for thread, seconds in after.items()]
+        return Asked(first, sum(spent), max(spent))
 
 
 def measure(model: str, folder: Path, rounds: int) -> dict[str, list[Asked]]:
@@ -73,6 +87,18 @@ def measure(model: str, folder: Path, rounds: int) -> dict[str, list[Asked]]:
     return found
 
 
+def judged(found: dict[str, list[Asked]]) -> list[Goal]:
+    """Computing a prompt takes seconds, and now and then a hundredth more or less, which is more than the goal: so the
+    delay is told from what a first token takes beside the engine's computing."""
+    rounds = list(zip(found["shm"], found["null"], found["colocated"], strict=True))
+    loss = median(on.cpu / off.cpu - 1 for on, off, _ in rounds)
+    later = median(on.beside - alone.beside for on, _, alone in rounds)
+    return [
+        Goal("what the transfer costs prefill, by CPU time", loss, MOST_LOSS, MOST_LOSS, at_most=True),
+        Goal("ms of a first token beyond colocated, computing apart", later * 1e3, MOST_MS, MOST_MS, at_most=True),
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make bench-overlap ARGS=...", description=__doc__)
     parser.add_argument("--model", default=DEFAULT, help="known name, folder or hub id (default %(default)s)")
@@ -82,14 +108,11 @@ def main() -> int:
         print(f"warning: {noise}")
     found = measure(wanted.model, resolve(wanted.model), wanted.rounds)
     for name, asked in found.items():
-        first, cpu = median(one.first for one in asked), median(one.cpu for one in asked)
-        print(f"{name}: first token after {first * 1e3:,.1f} ms, CPU {cpu * 1e3:,.1f} ms")
-    pairs = zip(found["shm"], found["null"], found["colocated"], strict=True)
-    losses, later = zip(*((on.cpu / off.cpu - 1, on.first - alone.first) for on, off, alone in pairs), strict=True)
-    goals = [
-        Goal("what the transfer costs prefill, by CPU time", median(losses), MOST_LOSS, MOST_LOSS, at_most=True),
-        Goal("ms of a first token beyond colocated", median(later) * 1e3, MOST_MS, MOST_MS, at_most=True),
-    ]
+        first, cpu, beside = (
+            1e3 * median(getattr(one, what) for one in asked) for what in ("first", "cpu", "beside")
+        )
+        print(f"{name}: first token after {first:,.1f} ms, CPU {cpu:,.1f}; {beside:,.1f} ms beside computing")
+    goals = judged(found)
     for goal in goals:
         print(goal.text())
     return 0 if all(goal.met for goal in goals) else 1

@@ -142,13 +142,17 @@ class Stream:
 
 def cpu_of(pid: int) -> float:
     """Seconds, of all its threads that live."""
-    spent = 0
+    return sum(cpu_by_thread(pid).values())
+
+
+def cpu_by_thread(pid: int) -> dict[str, float]:
+    found = {}
     for thread in Path(f"/proc/{pid}/task").iterdir():
         try:
-            spent += int((thread / "schedstat").read_text(encoding="ascii").split()[0])
+            found[thread.name] = int((thread / "schedstat").read_text(encoding="ascii").split()[0]) / 1e9
         except OSError:  # it has just ended
             continue
-    return spent / 1e9
+    return found
 
 
 async def latency(
