@@ -88,7 +88,7 @@ def measure(model: str, folder: Path, rounds: int) -> dict[str, list[Asked]]:
 
 
 def judged(found: dict[str, list[Asked]]) -> list[Goal]:
-    """Computing a prompt takes seconds, and now and then a hundredth more or less, which is more than the goal: so the
+    """Computing a prompt takes seconds, now and then a hundredth more or less, which is more than the goal: so the
     delay is told from what a first token takes beside the engine's computing."""
     rounds = list(zip(found["shm"], found["null"], found["colocated"], strict=True))
     loss = median(on.cpu / off.cpu - 1 for on, off, _ in rounds)
