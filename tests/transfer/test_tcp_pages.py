@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from quiesce.transfer.tcp_pages import RUNS, Pool, only
+from quiesce.transfer.tcp_pages import FEW, RUNS, Pool, only
 
 PAGES, SIZE = 600, 1111
 HEAD = b"what comes first"
@@ -32,14 +32,14 @@ def test_more_pages_than_one_call_takes_arrive_in_order_through_a_narrow_socket(
 
     def send() -> None:
         while out.left:
-            calls.append(out.send(near.fileno(), socket.MSG_NOSIGNAL))
+            calls.append(out.send(near, socket.MSG_NOSIGNAL))
 
     sender = threading.Thread(target=send)
     sender.start()
     assert far.recv(len(HEAD), socket.MSG_WAITALL) == HEAD
     into = target.pieces(there)
     while into.left:
-        assert into.receive(far.fileno(), 0) > 0
+        assert into.receive(far, 0) > 0
     sender.join(30)
     assert sum(calls) == len(HEAD) + 2 * RUNS * SIZE
     expected = before
@@ -49,11 +49,11 @@ def test_more_pages_than_one_call_takes_arrive_in_order_through_a_narrow_socket(
     far.close()
 
 
+@pytest.mark.parametrize("own", [[5], [3, 4, 5, 599, 0, 3]])
 @pytest.mark.parametrize("head", [b"", HEAD])
-def test_what_python_moves_by_itself_is_the_same(head: bytes) -> None:
+def test_what_python_moves_by_itself_is_the_same(head: bytes, own: list[int]) -> None:
     draw = random.Random(7)
     source, pages = pool(3)
-    own = [3, 4, 5, 599, 0, 3]
     out, moved = source.pieces(own, head), b""
     while out.left:
         front = out.front()
@@ -64,17 +64,18 @@ def test_what_python_moves_by_itself_is_the_same(head: bytes) -> None:
 
 
 @pytest.mark.parametrize("page", [-1, PAGES, 2**40])
-def test_an_address_outside_the_pool_is_never_made(page: int) -> None:
+@pytest.mark.parametrize("others", [[], [1] * FEW])
+def test_an_address_outside_the_pool_is_never_made(page: int, others: list[int]) -> None:
     with pytest.raises(IndexError, match="outside"):
-        pool(4)[0].pieces([1, page, 2])
+        pool(4)[0].pieces([*others, page])
 
 
 def test_a_head_may_be_all() -> None:
     near, far = socket.socketpair()
     alone = only(HEAD)
-    assert alone.send(near.fileno(), 0) == len(HEAD) and not alone.left
+    assert alone.send(near, 0) == len(HEAD) and not alone.left
     assert far.recv(100) == HEAD
     near.close()
     far.close()
     with pytest.raises(OSError, match="Bad file"):
-        only(HEAD).send(near.fileno(), 0)
+        only(HEAD).send(near, 0)

@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 
 from quiesce.transfer import tcp_wire as wire
 from quiesce.transfer.interface import Post
-from quiesce.transfer.tcp_pages import Pieces, Pool, only
+from quiesce.transfer.tcp_pages import Few, Pieces, Pool, only
 from quiesce.transfer.tcp_stream import Gate, Stream, shut
 from quiesce.transfer.tcp_wire import ANSWER, HEADER, Closed, Kind, Malformed, Status
 
@@ -63,7 +63,7 @@ class Job:
         """Bytes of its pages."""
         return self.pages * self.pool.page_bytes
 
-    def frame(self) -> Pieces:
+    def frame(self) -> Pieces | Few:
         head = HEADER.pack(self.kind, self.region, self.pages, self.id, self.generation, self.size) + self.remote
         return self.pool.pieces(self.own, head) if self.kind is Kind.WRITE else only(head)
 
@@ -98,7 +98,7 @@ class Lane:
         self.cond = threading.Condition()
         self._owner, self._put = owner, put
         self._sending = False
-        self._rest: Pieces | None = None  # what the owner's thread could not send of a job at once
+        self._rest: Pieces | Few | None = None  # what the owner's thread could not send of a job at once
         self._threads = 0
         self._partial = b""
         self._sock: socket.socket | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 RUNS = 256  # in one system call
+FEW = 4  # pages, up to which arrays cost more than they save
 _WORD = 8  # bytes of an address and of a length: what follows is for 64 bits, as is all of Quiesce
 
 
@@ -43,12 +45,15 @@ class Pool:
         self.address = int(pages.ctypes.data)
         self.count, self.page_bytes = (int(each) for each in pages.shape)
 
-    def pieces(self, numbers: Sequence[int], head: bytes = b"") -> Pieces:
+    def pieces(self, numbers: Sequence[int], head: bytes = b"") -> Pieces | Few:
         """`head`, then these pages in order. Raises IndexError for one outside the pool: what is made here goes to
         the kernel as bare addresses."""
         count, size, base = len(numbers), self.page_bytes, self.address
         if count and not (min(numbers) >= 0 and max(numbers) < self.count):
             raise IndexError(f"a page is outside 0..{self.count - 1}")
+        if count <= FEW:
+            view = self.view
+            return Few([memoryview(head)] * bool(head) + [view[page * size : (page + 1) * size] for page in numbers])
         front = array("B", head)
         words = array("Q", front.buffer_info() if head else ())
         pages = array("Q", bytes(16 * count))
@@ -72,13 +77,13 @@ class Pieces:
         self._moved = self._first = 0
         self.left = ends[-1] if ends else 0  # bytes
 
-    def send(self, fd: int, flags: int) -> int:
+    def send(self, sock: socket.socket, flags: int) -> int:
         """One `sendmsg`. Raises OSError."""
-        return self._move(_libc.sendmsg, fd, flags)
+        return self._move(_libc.sendmsg, sock.fileno(), flags)
 
-    def receive(self, fd: int, flags: int) -> int:
+    def receive(self, sock: socket.socket, flags: int) -> int:
         """One `recvmsg`; 0: end of file. Raises OSError."""
-        return self._move(_libc.recvmsg, fd, flags)
+        return self._move(_libc.recvmsg, sock.fileno(), flags)
 
     def _move(self, call: ctypes._NamedFuncPointer, fd: int, flags: int) -> int:
         message = self._message
@@ -110,8 +115,37 @@ class Pieces:
         return self._pool.view[offset : offset + size]
 
 
-_NOTHING = Pool(np.empty((0, 1), np.uint8))
+class Few:
+    """The same by Python's own calls, which are the quicker ones for a page or two."""
+
+    __slots__ = ("_views", "left")
+
+    def __init__(self, views: list[memoryview]) -> None:
+        self._views = views
+        self.left = sum(map(len, views))
+
+    def send(self, sock: socket.socket, flags: int) -> int:
+        count = sock.sendmsg(self._views, (), flags)
+        self.advance(count)
+        return count
+
+    def receive(self, sock: socket.socket, flags: int) -> int:
+        views = self._views
+        count = sock.recv_into(views[0], 0, flags) if len(views) == 1 else sock.recvmsg_into(views, 0, flags)[0]
+        self.advance(count)
+        return count
+
+    def advance(self, count: int) -> None:
+        self.left -= count
+        views = self._views
+        while views and count >= len(views[0]):
+            count -= len(views.pop(0))
+        if count:
+            views[0] = views[0][count:]
+
+    def front(self) -> memoryview:
+        return self._views[0]
 
 
-def only(head: bytes) -> Pieces:
-    return _NOTHING.pieces((), head)
+def only(head: bytes) -> Few:
+    return Few([memoryview(head)])

@@ -13,7 +13,7 @@ import ssl
 import threading
 import time
 
-from quiesce.transfer.tcp_pages import Pieces, only
+from quiesce.transfer.tcp_pages import Few, Pieces, only
 from quiesce.transfer.tcp_wire import Closed
 
 SCRATCH_BYTES = 1 << 20
@@ -85,14 +85,14 @@ class Stream:
             raise Closed("closed by the other side")
         return got
 
-    def _try_fill(self, pieces: Pieces) -> bool:
+    def _try_fill(self, pieces: Pieces | Few) -> bool:
         """False: nothing has come now. Raises Closed."""
         if self._tls is not None:
             got = self.receive_some(pieces.front())
             pieces.advance(got or 0)
             return got is not None
         try:
-            got = pieces.receive(self.sock.fileno(), socket.MSG_DONTWAIT)
+            got = pieces.receive(self.sock, socket.MSG_DONTWAIT)
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as error:
@@ -101,14 +101,14 @@ class Stream:
             raise Closed("closed by the other side")
         return True
 
-    def try_send(self, pieces: Pieces) -> bool:
+    def try_send(self, pieces: Pieces | Few) -> bool:
         """What there is room for now; False: there is none. Raises Closed."""
         try:
             if self._tls is not None:
                 with self._tls_lock:
                     pieces.advance(self._tls.send(pieces.front()))
             else:
-                pieces.send(self.sock.fileno(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                pieces.send(self.sock, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return False
         except (OSError, ValueError) as error:
@@ -154,15 +154,15 @@ class Stream:
             raise Closed("ended here" if self._over else str(error)) from error
         self.send_pieces(only(data))
 
-    def send_pieces(self, pieces: Pieces) -> None:
+    def send_pieces(self, pieces: Pieces | Few) -> None:
         """All of it, waiting for room."""
         while pieces.left:
             self._send(pieces)
 
-    def _send(self, pieces: Pieces) -> None:
+    def _send(self, pieces: Pieces | Few) -> None:
         if self._tls is None:
             try:
-                pieces.send(self.sock.fileno(), socket.MSG_NOSIGNAL)
+                pieces.send(self.sock, socket.MSG_NOSIGNAL)
             except InterruptedError:
                 return
             except OSError as error:
@@ -172,7 +172,7 @@ class Stream:
 
     # ------------------------------------------------------------ page bytes
 
-    def place(self, gate: Gate, pieces: Pieces) -> bool:
+    def place(self, gate: Gate, pieces: Pieces | Few) -> bool:
         """Fills them; what comes while the gate is shut goes nowhere. True: all of it was placed."""
         while pieces.left:
             self._let_in()
@@ -200,7 +200,7 @@ class Stream:
                 size -= got
                 self.late_bytes += got
 
-    def serve(self, gate: Gate, pieces: Pieces) -> bool:
+    def serve(self, gate: Gate, pieces: Pieces | Few) -> bool:
         """Sends them; once the gate is shut zeros take their place. True: all of it was the pages' own."""
         while pieces.left:
             self._let_in()
