@@ -274,8 +274,10 @@ def test_h11_connections_that_lost_something_are_bounded_and_never_called_draine
             pair.until(lambda: pair.lender.transport.generation(pair.poster.epoch) is None, "the end")
         known = pair.poster.transport._poster._targets
         pair.until(lambda: len(known) == 2, "the oldest to be forgotten")
+        pair.until(
+            lambda: not pair.poster.transport._poster._by_courier, "couriers, which are not kept for it, to end"
+        )
         assert not any(pair.poster.transport.drain(peer) for peer in peers)
-        assert not pair.poster.transport._poster._by_courier, "couriers are not kept for it"
         fresh = pair.attach()
         assert pair.poster.transport.drain(fresh)
     finally:
