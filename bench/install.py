@@ -27,7 +27,8 @@ COMPILING = 3600.0  # seconds that vLLM may take for it
 BREAK_VLLM = ("torchvision", "torchaudio", "torchcodec")
 # The library alone, without llama.cpp's programs.
 LEAN = (
-    "LLAVA_BUILD LLAMA_BUILD_TESTS LLAMA_BUILD_EXAMPLES LLAMA_BUILD_TOOLS LLAMA_BUILD_SERVER LLAMA_CURL LLAMA_OPENSSL"
+    "LLAVA_BUILD LLAMA_BUILD_COMMON LLAMA_BUILD_TESTS LLAMA_BUILD_EXAMPLES LLAMA_BUILD_TOOLS LLAMA_BUILD_SERVER"
+    " LLAMA_CURL LLAMA_OPENSSL"
 )
 TO_BFLOAT16 = """
 import sys, llama_cpp as c

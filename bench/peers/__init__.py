@@ -29,6 +29,8 @@ VLLM_ENV = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CACHE_ROOT": str(PEERS / "vllm-cache"),  # what it has compiled: minutes, once
+    # Its other cache, of whole functions, does not load again on a CPU (0.32.0): it would compile at each start.
+    "VLLM_USE_AOT_COMPILE": "0",
 }
 
 
