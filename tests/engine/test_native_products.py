@@ -13,7 +13,6 @@ from quiesce.engine.native.library import (
     BFLOAT16,
     FLOAT32,
     INT4,
-    INT4_OF_BF16,
     INT8,
     INT8_OF_BF16,
     Library,
@@ -29,7 +28,6 @@ KINDS = {
     "int8": INT8,
     "int8 of bfloat16": INT8_OF_BF16,
     "int4": INT4,
-    "int4 of bfloat16": INT4_OF_BF16,
 }
 ALLOWED = 2e-6  # relative to the norms of a row and a column
 
@@ -50,8 +48,6 @@ class Packed:
         if dtype.startswith("int"):
             values, scale = (int8 if dtype.startswith("int8") else int4)(exact)
             exact = exactly(values, scale)
-            if self.kind == INT4_OF_BF16 and library.level == "avx512bf16":
-                exact = exact.bfloat16().float()  # as which they are multiplied
         else:
             values = exact.to(getattr(torch, dtype))
             exact = values.float()

@@ -26,8 +26,8 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "base": (),
 }
 FOLDER = Path(__file__).parent
-# int8 and int4 weights: with activations in float32, in bfloat16
-FLOAT32, BFLOAT16, INT8, INT8_OF_BF16, INT4, INT4_OF_BF16 = range(6)
+# int8 weights: with activations in float32, in bfloat16; int4: always in float32.
+FLOAT32, BFLOAT16, INT8, INT8_OF_BF16, INT4 = range(5)
 
 
 NUMBERS = ("hidden", "inner", "layers", "heads", "kv_heads", "head_dim", "vocab", "page_size", "threads")
@@ -72,7 +72,7 @@ class Bounds(Structure):
 
 UNDER = 64  # logits under a peak, as in peaks.h
 ROW_FIELDS = 3  # count, start, table: int64
-ABI = 3000000 + ctypes.sizeof(Model) * 1000 + ctypes.sizeof(Layer) + 8 * ROW_FIELDS + ctypes.sizeof(Seats)
+ABI = 4000000 + ctypes.sizeof(Model) * 1000 + ctypes.sizeof(Layer) + 8 * ROW_FIELDS + ctypes.sizeof(Seats)
 
 # As in sampling.h. A temperature of 0 is greedy; `chance` is uniform in [0, 1).
 WISH = np.dtype(

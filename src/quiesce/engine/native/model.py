@@ -29,7 +29,7 @@ QUANTIZED = {
     ("int8", torch.float32): library.INT8,
     ("int8", torch.bfloat16): library.INT8_OF_BF16,
     ("int4", torch.float32): library.INT4,
-    ("int4", torch.bfloat16): library.INT4_OF_BF16,
+    ("int4", torch.bfloat16): library.INT4,
 }
 MADE = {kind: {"int8": int8, "int4": int4}[asked] for (asked, _), kind in QUANTIZED.items()}
 HUGE = 2 << 20  # weights are read from end to end at every step: on large pages, with fewer misses

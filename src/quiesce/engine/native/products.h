@@ -89,19 +89,16 @@ template <int R = ROWS, class F> inline void with_rows(long rows, F f) {
     f(std::integral_constant<int, R>{});
 }
 
-// A panel of int8 as the same panel of bfloat16, and one of int4 as what it is multiplied as, in which later tiles of
-// rows find it. Other panels stay what they are.
-template <class T, class F> const auto *unpacked(const T *panel, long depth, F meanwhile) {
-    if constexpr (GROUPED<T>) return unpacked_groups(panel, depth, meanwhile);
+// A panel of int8 as the same panel of bfloat16, in which later tiles of rows find it. Other panels stay what they are.
+template <class T> const auto *unpacked(const T *panel, long depth) {
 #if defined(__AVX512BF16__)
-    else if constexpr (std::is_same_v<T, int8_of_bf16>) {
+    if constexpr (std::is_same_v<T, int8_of_bf16>) {
         static thread_local std::vector<bf16> values;
         values.resize(depth * COLUMNS);
         for (long i = 0; i < depth * COLUMNS; i += 2 * W) write(&values[i], load_pairs(panel + i));
         return (const bf16 *)values.data();
-    }
+    } else
 #endif
-    else
         return panel;
 }
 
@@ -135,6 +132,39 @@ void finish(const Floats (&sums)[R][SPAN], const float *scales, long here, float
     }
 }
 
+// Activations in the form that T wants beside the plain one.
+template <class T> auto activations(const Act<T> *x, long apart, long rows, long depth) {
+    if constexpr (GROUPED<T>)
+        return Scaled(x, apart, rows, depth);
+    else
+        return nullptr;
+}
+
+// As `multiply`, of one row and two panels, `bytes` apart: the sums of one alone would wait for themselves.
+template <class T>
+__attribute__((noinline)) void multiply_two(Floats (&sums)[2][1][SPAN], const float *x, const char *at, long bytes,
+                                            long depth) {
+    constexpr long row_bytes = COLUMNS * UNIT<T> * (long)sizeof(T);
+    Floats one[SPAN], two[SPAN];
+    for (int s = 0; s < SPAN; s++) one[s] = sums[0][0][s], two[s] = sums[1][0][s];
+    const T *w = (const T *)at, *beside = (const T *)(at + bytes);
+    const char *ahead = at + AHEAD;
+    for (long k = 0; k < depth; k += UNIT<T>) {
+        for (long i = 0; i < row_bytes; i += 64) __builtin_prefetch(ahead + i), __builtin_prefetch(ahead + bytes + i);
+        ahead += row_bytes;
+        if (ahead >= at + bytes) at += 2 * bytes, ahead += bytes;  // behind a panel is its neighbour, read already
+        for (int part = 0; part < UNIT<T>; part++) {
+            Floats b[SPAN];
+            for (int s = 0; s < SPAN; s++) b[s] = load_part(w + UNIT<T> * W * s, part);
+            accumulate(one, x + k + part, b);
+            for (int s = 0; s < SPAN; s++) b[s] = load_part(beside + UNIT<T> * W * s, part);
+            accumulate(two, x + k + part, b);
+        }
+        w += UNIT<T> * COLUMNS, beside += UNIT<T> * COLUMNS;
+    }
+    for (int s = 0; s < SPAN; s++) sums[0][0][s] = one[s], sums[1][0][s] = two[s];
+}
+
 // As product, of at most TALL rows.
 template <class T>
 void rows_product(const Act<T> *x, long apart, long rows, const Matrix &m, float *out, long outs, bool add, int part,
@@ -147,17 +177,28 @@ void rows_product(const Act<T> *x, long apart, long rows, const Matrix &m, float
     const long cuts = rows > ROWS ? up(depth, DEEP) / DEEP : 1, deep = up(up(depth, cuts) / cuts, UNIT<T>);
     const long share = up(up(bytes, tiles * cuts) / (tiles * cuts), 64);  // of the next panel, for each call
     Floats waiting[WAITING][ROWS][SPAN];
+    const auto scaled = activations<T>(x, apart, rows, m.depth);
     for (long panel = panels * part / parts; panel < panels * (part + 1) / parts; panel++) {
         const char *at = m.panels + panel * bytes, *soon = at + bytes;
         const T *w = (const T *)at;
         const float *scales = (const float *)(w + depth / EACH<T> * COLUMNS);
         const long here = m.n - panel * COLUMNS < COLUMNS ? m.n - panel * COLUMNS : COLUMNS;
+        if constexpr (std::is_same_v<Act<T>, float> && !GROUPED<T>) {
+            if (rows == 1 && panel + 1 < panels * (part + 1) / parts) {
+                Floats sums[2][1][SPAN] = {};
+                multiply_two<T>(sums, x, at, bytes, depth);
+                for (long i = 0; i < 2; i++, panel += i == 1, scales += bytes / (long)sizeof(float)) {
+                    const long left = m.n - panel * COLUMNS;
+                    finish(sums[i], scales, left < COLUMNS ? left : COLUMNS, out + panel * COLUMNS, outs, add);
+                }
+                continue;
+            }
+        }
         auto fetch = [ahead = at + AHEAD](long size) mutable {  // what soon comes from memory
             for (long i = 0; i < size; i += 64) __builtin_prefetch(ahead + i, 0, 3);
             ahead += size;
         };
-        auto fetch_eight = [&] { fetch(row_bytes * 8 / UNIT<T>); };
-        const auto *again = rows > (GROUPED<T> ? 1 : ROWS) ? unpacked(w, depth, fetch_eight) : nullptr;
+        const auto *again = rows > ROWS ? unpacked(w, depth) : nullptr;
         for (long k = 0; k < depth; k += deep) {
             const long now = depth - k < deep ? depth - k : deep;
             for (long r0 = 0; r0 < rows; r0 += ROWS)
@@ -167,12 +208,17 @@ void rows_product(const Act<T> *x, long apart, long rows, const Matrix &m, float
                     const Act<T> *from = x + r0 * apart + k;
                     if (k == 0) memset(sums, 0, sizeof sums);
                     if constexpr (GROUPED<T>) {
-                        if (rows > 1) {
-                            multiply(sums, from, apart, again + k * COLUMNS, COLUMNS, now,
-                                     Lines{soon, soon + share - 64});
+                        const Group *groups = (const Group *)w + k / GROUP;
+                        if (tiles == 1) {
+                            auto eight = [fetch]() mutable { fetch(row_bytes * EIGHT / GROUP); };
+                            multiply_groups(sums, scaled, r0, k / GROUP, groups, now / GROUP, eight);
+                        } else {
+                            const int lines = (int)up(share, 64 * now / EIGHT) / (64 * now / EIGHT);
+                            auto next = [line = Lines{soon, soon + share - 64}, lines]() mutable {
+                                for (int i = 0; i < lines; i++) line();
+                            };
+                            multiply_groups(sums, scaled, r0, k / GROUP, groups, now / GROUP, next);
                             soon += share;
-                        } else if constexpr (R == 1) {
-                            multiply_groups(sums, from, w, depth, fetch_eight);
                         }
                     } else if (tiles == 1 || (!HALVED && r0 == 0)) {  // this panel comes from memory
                         multiply(sums, from, apart, w, COLUMNS, now, [fetch]() mutable { fetch(row_bytes); });

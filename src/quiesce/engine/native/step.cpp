@@ -9,7 +9,7 @@
 
 extern "C" {
 
-enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT8_OF_BF16 = 3, INT4 = 4, INT4_OF_BF16 = 5 };
+enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT8_OF_BF16 = 3, INT4 = 4 };
 
 struct Layer {
     const float *attention_norm, *mlp_norm, *q_norm, *k_norm;  // q_norm and k_norm: null where there are none
@@ -259,7 +259,6 @@ template <class F> auto with_kind(int kind, F f) {
     if (kind == INT8) return f(int8_t{});
     if (kind == INT8_OF_BF16) return f(int8_of_bf16{});
     if (kind == INT4) return f(int4{});
-    if (kind == INT4_OF_BF16) return f(int4_of_bf16{});
     return f(float{});
 }
 
@@ -268,7 +267,7 @@ template <class F> auto with_kind(int kind, F f) {
 #define API extern "C" __attribute__((visibility("default")))
 
 // Sizes of the structures above, so that a stale library is noticed.
-API int64_t quiesce_abi() { return 3000000 + sizeof(Model) * 1000 + sizeof(Layer) + sizeof(Row) + sizeof(Seats); }
+API int64_t quiesce_abi() { return 4000000 + sizeof(Model) * 1000 + sizeof(Layer) + sizeof(Row) + sizeof(Seats); }
 
 API int64_t quiesce_packed_bytes(int32_t kind, int64_t n, int64_t depth) {
     return with_kind(kind, [&](auto t) { return packed_bytes<decltype(t)>(n, depth); });
@@ -298,7 +297,7 @@ API void *quiesce_open(const Model *model) {
         if (model->weights == FLOAT32) return new StepOf<float, float>(*model);
         if (model->weights == BFLOAT16) return new StepOf<bf16, bf16>(*model);
         if (model->weights == INT8_OF_BF16) return new StepOf<int8_of_bf16, bf16>(*model);
-        if (model->weights == INT4_OF_BF16) return new StepOf<int4_of_bf16, bf16>(*model);
+        if (model->weights == INT4 && model->cache == BFLOAT16) return new StepOf<int4, bf16>(*model);
         if (model->weights == INT4) return new StepOf<int4, float>(*model);
         return new StepOf<int8_t, float>(*model);
     } catch (const std::exception &) {

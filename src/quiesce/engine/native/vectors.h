@@ -45,13 +45,10 @@ struct bf16 {
 struct int8_of_bf16 {
     int8_t value;
 };
-// As many int4 weights of one column, and what makes numbers of them; likewise.
+// As many int4 weights of one column, and what makes numbers of them. Their partners are in float.
 constexpr int GROUP = 32;
 struct int4 {
     char bytes[GROUP / 2 + 2 * sizeof(bf16)];
-};
-struct int4_of_bf16 {
-    int4 group;
 };
 
 typedef float Floats __attribute__((vector_size(4 * W)));
@@ -61,9 +58,8 @@ typedef uint16_t Halves __attribute__((vector_size(2 * W)));
 typedef int8_t Bytes __attribute__((vector_size(W)));
 
 // What activations are kept as, to be multiplied with T.
-template <class T, class... Of> constexpr bool ANY = (std::is_same_v<T, Of> || ...);
-template <class T> constexpr bool PAIRED = DOT && ANY<T, bf16, int8_of_bf16, int4_of_bf16>;
-template <class T> constexpr bool GROUPED = ANY<T, int4, int4_of_bf16>;
+template <class T> constexpr bool PAIRED = DOT && (std::is_same_v<T, bf16> || std::is_same_v<T, int8_of_bf16>);
+template <class T> constexpr bool GROUPED = std::is_same_v<T, int4>;
 template <class T> using Act = std::conditional_t<PAIRED<T>, bf16, float>;
 // Depths of a product are padded to this, with zero weights.
 template <class T>
