@@ -70,7 +70,11 @@ def drain(socket: zmq.Socket[bytes], limit: int, parse: Callable[[list[zmq.Frame
     for _ in range(limit):
         if not readable(socket):  # to ask costs a fraction of an exception
             break
-        parsed = parse(socket.recv_multipart(zmq.NOBLOCK, copy=False))
+        try:
+            frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:  # whose it was has gone in between
+            break
+        parsed = parse(frames)
         if parsed is not None:
             found.append(parsed)
     return found
