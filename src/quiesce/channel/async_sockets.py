@@ -1,8 +1,4 @@
-"""The same two ends for asyncio. `send` is an ordinary call, because it never waits; `receive` is awaited.
-
-They are plain sockets that the event loop watches. ZeroMQ tells of news by an edge: whoever asks a socket for its
-events, or sends, uses it up, so each of those looks whether somebody waits for what has come meanwhile.
-"""
+"""The same two ends for asyncio. `send` is an ordinary call, because it never waits; `receive` is awaited."""
 
 from __future__ import annotations
 
@@ -12,11 +8,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import zmq
+import zmq.asyncio
 
 from quiesce.channel.frames import ARRIVALS, MONITOR_AT_ONCE, Counts, Framing, LinkEvent, LinkState, Received, watch
 from quiesce.channel.keys import KeyPair
 from quiesce.channel.options import configure_link, configure_listener, remove_socket_file
-from quiesce.channel.sockets import as_bytes, drain, readable, send
 from quiesce.core.codec import Codec
 from quiesce.core.messages import Wire
 
@@ -25,40 +21,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class _Inbox:
-    """One socket's, for one reader. Made inside the running loop; `close` it before the socket."""
-
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._socket = socket
-        self._loop = asyncio.get_running_loop()
-        self._news: asyncio.Future[None] | None = None  # somebody waits for it
-        self._file = int(socket.getsockopt(zmq.FD))
-        self._loop.add_reader(self._file, self.look)
-
-    def look(self) -> None:
-        """Wakes whoever waits, if there is something to read."""
-        if readable(self._socket) and self._news is not None and not self._news.done():
-            self._news.set_result(None)
-
-    async def receive(self, limit: int, parse: Callable[[list[zmq.Frame]], T | None]) -> list[T]:
-        """At least one, at most `limit`. Gives way to others first."""
-        await asyncio.sleep(0)
-        while not (found := drain(self._socket, limit, parse)):
-            if readable(self._socket):  # nothing of so much was a message, and there is more
-                await asyncio.sleep(0)
-                continue
-            self._news = self._loop.create_future()
-            await self._news
-        return found
-
-    def close(self) -> None:
-        self._loop.remove_reader(self._file)
-
-
 class _AsyncEnd:
-    socket: zmq.Socket[bytes]
-    _inbox: _Inbox
-
     def __init__(self, codec: Codec | None) -> None:
         self._framing = Framing(codec)
 
@@ -71,10 +34,36 @@ class _AsyncEnd:
     def malformed(self) -> int:
         return self._framing.counts.malformed
 
-    def _send(self, to: list[bytes], message: Wire) -> bool:
-        sent = send(self._framing, self.socket, to, message)
-        self._inbox.look()
-        return sent
+    def _send(self, socket: zmq.asyncio.Socket, to: list[bytes], message: Wire) -> bool:
+        frame = self._framing.encode(message)
+        if frame is None:
+            return False
+        # With NOBLOCK the future is done when it is returned; only the socket's own wake-ups need it.
+        sent = asyncio.ensure_future(socket.send_multipart([*to, frame], zmq.NOBLOCK))
+        error = sent.exception()
+        if error is None:
+            return True
+        if isinstance(error, zmq.ZMQError) and error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+            self._framing.counts.dropped += 1
+            return False
+        raise error
+
+    @staticmethod
+    async def _receive(
+        socket: zmq.asyncio.Socket, limit: int, parse: Callable[[list[zmq.Frame]], T | None]
+    ) -> list[T]:
+        found: list[T] = []
+        while not found:
+            flags = 0
+            for _ in range(limit):
+                try:
+                    frames: list[Any] = await socket.recv_multipart(flags, copy=False)
+                except zmq.Again:
+                    break
+                if (parsed := parse(frames)) is not None:
+                    found.append(parsed)
+                flags = zmq.NOBLOCK
+        return found
 
 
 class AsyncListener(_AsyncEnd):
@@ -82,11 +71,10 @@ class AsyncListener(_AsyncEnd):
 
     def __init__(self, context: zmq.Context[Any], bind: str, keys: KeyPair, codec: Codec | None = None) -> None:
         super().__init__(codec)
-        self.socket = context.socket(zmq.ROUTER, socket_class=zmq.Socket)
+        self.socket = context.socket(zmq.ROUTER, socket_class=zmq.asyncio.Socket)
         configure_listener(self.socket, keys)
-        self._monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR, socket_class=zmq.Socket)
+        self._monitor = context.socket(zmq.PAIR, socket_class=zmq.asyncio.Socket)
         watch(self.socket, self._monitor, ARRIVALS)
-        self._inbox, self._arrivals = _Inbox(self.socket), _Inbox(self._monitor)
         self._watching = asyncio.get_running_loop().create_task(self._watch(), name=f"watch {bind}")
         try:
             self.socket.bind(bind)
@@ -97,16 +85,18 @@ class AsyncListener(_AsyncEnd):
 
     def send(self, to: bytes, message: Wire) -> bool:
         """False: not sent, because that peer is gone or its queue is full; counted in `dropped`."""
-        return self._send([to], message)
+        return self._send(self.socket, [to], message)
 
     async def receive(self, limit: int = 256) -> list[Received]:
         """Waits for at least one message and returns what has arrived, at most `limit`. Gives way to others first."""
-        return await self._inbox.receive(limit, self._framing.from_peer)
+        await asyncio.sleep(0)
+        return await self._receive(self.socket, limit, self._framing.from_peer)
 
     async def _watch(self) -> None:
         while True:
-            for frames in await self._arrivals.receive(MONITOR_AT_ONCE, as_bytes):
-                self.counts.arrival(frames)
+            for _ in range(MONITOR_AT_ONCE):
+                self.counts.arrival(await self._monitor.recv_multipart())
+            await asyncio.sleep(0)  # a message that is there does not make `await` give way
 
     @property
     def counts(self) -> Counts:
@@ -119,8 +109,6 @@ class AsyncListener(_AsyncEnd):
 
     def _close(self) -> None:
         self._watching.cancel()
-        self._inbox.close()
-        self._arrivals.close()
         self.socket.disable_monitor()
         self._monitor.close(linger=0)
         self.socket.close(linger=0)
@@ -142,10 +130,12 @@ class AsyncLink(_AsyncEnd):
         self.endpoint = endpoint
         self._state = LinkState()
         self._on_state = on_state
-        self.socket = context.socket(zmq.DEALER, socket_class=zmq.Socket)
+        self.socket = context.socket(zmq.DEALER, socket_class=zmq.asyncio.Socket)
         configure_link(self.socket, server_public_key, keys)
-        self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(LinkState.EVENTS)
-        self._inbox, self._changes = _Inbox(self.socket), _Inbox(self._monitor)
+        watch = f"inproc://quiesce.monitor.{id(self)}"
+        self.socket.monitor(watch, LinkState.EVENTS)
+        self._monitor = context.socket(zmq.PAIR, socket_class=zmq.asyncio.Socket)
+        self._monitor.connect(watch)
         self._watching = asyncio.get_running_loop().create_task(self._watch(), name=f"watch {endpoint}")
         try:
             self.socket.connect(endpoint)
@@ -159,14 +149,13 @@ class AsyncLink(_AsyncEnd):
 
     async def _watch(self) -> None:
         while True:
-            for frames in await self._changes.receive(MONITOR_AT_ONCE, as_bytes):
-                change = self._state.on(frames)
-                if change is None or self._on_state is None:
-                    continue
-                try:
-                    self._on_state(change)
-                except Exception:  # the watch must outlive one failing callback
-                    log.exception("the state callback of the link to %s failed", self.endpoint)
+            change = self._state.on(await self._monitor.recv_multipart())
+            if change is None or self._on_state is None:
+                continue
+            try:
+                self._on_state(change)
+            except Exception:  # the watch must outlive one failing callback
+                log.exception("the state callback of the link to %s failed", self.endpoint)
 
     @property
     def refused(self) -> bool:
@@ -178,17 +167,16 @@ class AsyncLink(_AsyncEnd):
         if self._state.current is LinkEvent.DOWN:  # what is left of the old connection may still take messages
             self._framing.counts.dropped += 1
             return False
-        return self._send([], message)
+        return self._send(self.socket, [], message)
 
     async def receive(self, limit: int = 256) -> list[Wire]:
         """Waits for at least one message and returns what has arrived, at most `limit`. Gives way to others first."""
-        return await self._inbox.receive(limit, self._framing.from_server)
+        await asyncio.sleep(0)
+        return await self._receive(self.socket, limit, self._framing.from_server)
 
     def close(self) -> None:
         if not self.socket.closed:
             self._watching.cancel()
-            self._inbox.close()
-            self._changes.close()
             self.socket.disable_monitor()
             self._monitor.close(linger=0)
             self.socket.close(linger=0)
