@@ -80,6 +80,21 @@ async def test_a_busy_worker_is_no_reason_to_refuse_while_another_has_room(tmp_p
         await c.idle()
 
 
+async def test_a_leg_that_was_late_blames_no_worker_and_is_sent_again_to_the_only_ones_there_are(
+    tmp_path: Path, text: TextModel
+) -> None:
+    workers = [{"role": "prefill", "hold": True}, {"role": "decode", "hold": True}]
+    async with cluster(tmp_path, text, workers, breaker_failures=1) as c:
+        waiting = asyncio.create_task(c.chat())
+        rid = await until(lambda: next(iter(c.decode.active), None))
+        await until(lambda: c.prefill.active)
+        c.prefill.hold = c.decode.hold = False
+        c.decode.end(rid, "failed", 502, "the hand-off failed: no request for room 7 arrived within 2 s", "router")
+        assert (await waiting).status_code == 200
+        assert c.router.dispatcher.counters()["retries"] == 1
+        await c.idle()
+
+
 @pytest.mark.parametrize(("status", "outcome"), [(400, "refused"), (409, "failed"), (500, "failed"), (504, "failed")])
 async def test_what_another_worker_would_meet_too_is_not_tried_again(
     tmp_path: Path, text: TextModel, status: int, outcome: str

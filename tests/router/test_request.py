@@ -139,6 +139,7 @@ def test_the_leg_that_is_at_fault_is_blamed_and_a_client_s_mistake_is_nobody_s()
         (failed("decode", 502, "peer"), [Blame("prefill")]),  # decode says that its prefill worker is gone
         (failed("decode", 503, "peer"), [Blame("prefill", sick=False)]),  # ... remembers as many transfers as it may
         (failed("decode", 502, "self"), [Blame("decode")]),
+        (failed("decode", 502, "router"), []),  # the other leg came too late
         (failed("decode", 503, "", "refused"), [Blame("decode", sick=False)]),  # full, or draining
         (failed("prefill", 502, "", "cancelled"), []),  # because decode gave it up, which says why itself
         (failed("prefill", 400, "", "refused"), [Blame("prefill", sick=False)]),
@@ -153,6 +154,7 @@ def test_the_leg_that_is_at_fault_is_blamed_and_a_client_s_mistake_is_nobody_s()
 def test_only_what_another_worker_need_not_meet_is_worth_another_attempt() -> None:
     for event, again in (
         (failed("prefill", 502), True),
+        (failed("decode", 502, "router"), True),
         (failed("decode", 503, "", "refused"), True),
         (LegLost("prefill", "died", dead=True), True),
         (failed("prefill", 500), False),  # the prompt may have broken the engine

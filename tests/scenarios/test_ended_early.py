@@ -70,7 +70,7 @@ def test_scenario_e88_a_room_that_the_other_worker_does_not_know_ends_soon_and_s
         until_answered(cluster, [lone], 20 * ORPHAN_SECONDS)
         took = time.monotonic() - lone.started
         (ended,) = lone.ends[PAIR[1]]
-        assert ended.outcome == "failed" and f"room {room}" in ended.reason, ended
+        assert (ended.outcome, ended.fault) == ("failed", "router") and f"room {room}" in ended.reason, ended
         assert took > ORPHAN_SECONDS * 0.9, "the other leg may still be on its way"
         cluster.cancel(other)
         until_over(cluster, [other], 30)

@@ -345,6 +345,9 @@ class PromptLogprobs(Message, frozen=True):
     logprobs: tuple[TokenLogprob | None, ...]
 
 
+Whose = Literal["", "self", "peer", "router"]
+
+
 class Ended(Message, frozen=True):
     """The one last word on a leg. `status` is the HTTP status a client should see if nothing was sent yet."""
 
@@ -355,7 +358,7 @@ class Ended(Message, frozen=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-    fault: Literal["", "self", "peer"] = ""  # of a failure: whose it was. Empty: nobody's, or not known
+    fault: Whose = ""  # of a failure: whose it was. Empty: nobody's, or not known
 
 
 class Inspect(Message, frozen=True):

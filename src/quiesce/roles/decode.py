@@ -22,7 +22,7 @@ from quiesce.engine.engine import Engine
 from quiesce.engine.sampler import Sampled
 from quiesce.roles.answering import AnsweringWorker
 from quiesce.roles.late import Asking
-from quiesce.roles.legs import WorkerLeg
+from quiesce.roles.legs import WorkerLeg, lost_to
 from quiesce.roles.null_peers import NullPrefill
 from quiesce.roles.prefill_peers import Ends, NoLink, PrefillPeers
 from quiesce.roles.proving import check_transport
@@ -260,7 +260,7 @@ class DecodeWorker(AnsweringWorker):
             # Both legs have the request's deadline, and prefill's clock may be the first to say so.
             due = time.monotonic() > leg.arrived + leg.start.deadline_ms / 1000 - DEADLINE_SKEW
             status = 504 if due else 503 if reason == PEER_FULL else 502
-            self.say_end(leg, "failed", status, f"the hand-off failed: {reason}", "" if due else "peer")
+            self.say_end(leg, "failed", status, f"the hand-off failed: {reason}", "" if due else lost_to(reason))
 
     def fire(self, payload: object) -> None:
         assert isinstance(payload, Fired)

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 from quiesce.core.holding import ACCESS_REVOKED
-from quiesce.core.messages import Control, Drawn, Ended, PromptLogprobs, Start, TokenLogprob, Tokens, TransferId
+from quiesce.core.messages import (
+    Control,
+    Drawn,
+    Ended,
+    PromptLogprobs,
+    Start,
+    TokenLogprob,
+    Tokens,
+    TransferId,
+    Whose,
+)
 from quiesce.core.pairing import pairing_digest
 from quiesce.core.records import LENDER_CLOSED, LENDER_GONE
 from quiesce.engine.sampler import Sampled
@@ -192,7 +202,15 @@ class Legs:
         return [leg for leg in self.by_rid.values() if leg.router == router]
 
 
-def fault_of(reason: str) -> tuple[int, Literal["", "self", "peer"]]:
+UNPAIRED = "no request for room"  # only one leg of it has come: the router that sends both was late
+
+
+def lost_to(reason: str) -> Whose:
+    """Whose fault it is that a hand-off to this worker was lost."""
+    return "router" if reason.startswith(UNPAIRED) else "peer"
+
+
+def fault_of(reason: str) -> tuple[int, Whose]:
     """Status and fault of a transfer that was stopped here."""
     if reason.startswith("pairing: "):
         return 409, ""

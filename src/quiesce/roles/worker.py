@@ -32,6 +32,7 @@ from quiesce.core.messages import (
     Sample,
     Start,
     TransferId,
+    Whose,
 )
 from quiesce.core.pages import PagePool
 from quiesce.engine.engine import Engine, Result
@@ -310,7 +311,7 @@ class Worker(ABC):
         outcome: Any,
         status: int = 200,
         reason: str = "",
-        fault: Literal["", "self", "peer"] = "",
+        fault: Whose = "",
     ) -> None:
         """`fault`: of a failure, whose it was."""
         self.timers.cancel(("leg", leg.rid))

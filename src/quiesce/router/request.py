@@ -295,8 +295,8 @@ class RequestMachine:
         if ended.outcome in DONE or ended.outcome == "handed_over":
             return [Credit(side)]
         handed_over = side == "prefill" and self.tokens and not self.prompt_missing
-        if self.verdict is not None or handed_over or ended.outcome == "cancelled":
-            return []  # a leg that was cancelled ended because of the other one
+        if self.verdict is not None or handed_over or ended.outcome == "cancelled" or ended.fault == "router":
+            return []  # it ended because of the other leg, or because this router was late with that
         other: Side = "prefill" if side == "decode" else "decode"
         if ended.fault == "peer":  # a decode leg may end because of its prefill worker
             return [Blame(other, sick=ended.status != 503)] if other in self.legs else []  # full is not sick
