@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 import httpx
 import openai
 
+from ports import free_port
 from quiesce.lab.idle import not_idle
 
 START_SECONDS = 170.0
@@ -30,11 +30,6 @@ def until(condition: Callable[[], object], seconds: float, what: str) -> None:
         if time.monotonic() > limit:
             raise TimeoutError(f"waited {seconds:g} s for {what}")
         time.sleep(0.02)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def descendants(pid: int) -> set[int]:

@@ -17,7 +17,8 @@ import openai
 import pytest
 
 from e2e.conftest import QUICK, SIZES, short_folder, warmed
-from e2e.product import Product, free_port, until
+from e2e.product import Product, until
+from ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -21,7 +21,8 @@ from tokenizers import Tokenizer
 
 from certificates import Hosts, make_hosts
 from e2e.conftest import short_folder
-from e2e.product import free_port, until
+from e2e.product import until
+from ports import free_port
 from quiesce.core.messages import Sampling
 from quiesce.engine.engine import Engine
 from quiesce.engine.local import LocalEngine

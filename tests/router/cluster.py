@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -50,11 +49,6 @@ async def until(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
         assert time.monotonic() < end, f"not within {seconds} s"
         await asyncio.sleep(0.005)
     return value
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def settings_for(keys: Path, model: Path, port: int = 0, **fields: Any) -> RouterSettings:
@@ -254,6 +248,11 @@ class Cluster:
     async def chat(self, **fields: Any) -> httpx.Response:
         return await self.client.post("/v1/chat/completions", json=body(**fields))
 
+    async def heard(self, legs: int) -> None:
+        """Prefill and decode have so many legs: decode may answer before prefill has heard of its own."""
+        for role in ("prefill", "decode"):
+            await until(lambda role=role: sum(len(w.starts) for w in self.workers if w.role == role) >= legs)
+
     async def idle(self) -> None:
         """No leg is outstanding anywhere, no request is being served."""
         await until(lambda: not self.router.dispatcher._calls)
@@ -293,7 +292,7 @@ async def cluster(
     router_key = KeyPair.load(folder / "router.key").public
     context: zmq.Context[Any] = zmq.Context()
     supervisor = AsyncLink(context, router.links.endpoint, router_key, KeyPair.load(folder / "supervisor.key"))
-    client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{router.port}", timeout=20)
+    client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{router.port}", timeout=60)
 
     async def add(role: str, name: str = "", **script: Any) -> FakeWorker:
         known = sum(worker.role == role for worker in made.workers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import stat
 import tempfile
 from collections.abc import AsyncIterator
@@ -14,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from ports import free_port
 from quiesce.api.chat import TextModel
 from quiesce.channel import KeyPair
 from quiesce.router import admin
@@ -33,7 +33,7 @@ async def operated(
         async with cluster(tmp_path, text, workers, admin=f"unix://{path}") as c:
             assert stat.S_IMODE(path.stat().st_mode) == 0o600, "nobody else may speak to it"
             door = httpx.AsyncHTTPTransport(uds=str(path))
-            async with httpx.AsyncClient(transport=door, base_url="http://admin", timeout=10) as operator:
+            async with httpx.AsyncClient(transport=door, base_url="http://admin", timeout=60) as operator:
                 yield c, operator
 
 
@@ -112,11 +112,10 @@ async def test_a_tcp_port_wants_its_key_and_this_machine(tmp_path: Path, text: T
         with pytest.raises(ValueError, match="--admin"):
             admin.bind(address, key)
     (tmp_path / "key").write_text("a key of the operator\n")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     async with (
         cluster(tmp_path, text, admin=f"127.0.0.1:{port}", admin_key=tmp_path / "key"),
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as operator,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as operator,
     ):
         assert (await operator.get("/workers")).status_code == 401
         wrong = {"Authorization": "Bearer another"}

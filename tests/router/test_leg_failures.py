@@ -26,7 +26,8 @@ FAULTS = ("400", "500", "refuse", "reset", "stall", "kill")
 PHASES = ("before", "during", "after")
 IN_TIME = 20.0  # seconds, on any machine; the deadline of a request is minutes
 # A worker that says nothing may only be stopped: its requests wait for the hold timeout, which is short here.
-STALLED = Patience(silent=0.3, lost=0.5, forgotten=60.0)
+# Both workers and the router share a process here: what stops one of them for a second must not be a lost worker.
+STALLED = Patience(silent=0.5, lost=1.5, forgotten=60.0)
 HELD = ({"role": "prefill", "hold": True}, {"role": "decode", "hold": True})
 CELLS = list(itertools.product(SIDES, FAULTS, PHASES, (False, True)))
 

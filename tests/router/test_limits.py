@@ -45,6 +45,7 @@ async def test_scenario_d4_a_prompt_around_either_workers_limit_is_answered_whol
                 "/v1/chat/completions": {"messages": [{"role": "user", "content": said}]},
             }
             for path, fields in asked.items():
+                await c.heard(len(c.decode.starts))
                 before = len(c.decode.starts), len(c.prefill.starts)
                 body = {"model": MODEL, "max_tokens": 1, **fields, **options}
                 answer = await c.client.post(path, json=body)

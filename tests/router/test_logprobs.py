@@ -121,6 +121,7 @@ async def test_echo_alone_asks_for_no_logprobs_and_takes_token_ids(c: Cluster, t
     ids = text._tokenizer.encode("a 漢").ids
     choice = await post(c, "/v1/completions", prompt=ids, echo=True)
     assert choice["text"] == "a 漢" + WORDS and choice["logprobs"] is None
+    await c.heard(1)
     assert list(c.prefill.starts.values())[-1].sampling.prompt_logprobs is None
 
 

@@ -11,10 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
+from ports import free_port
 from quiesce.api.chat import TextModel
 from quiesce.core import messages
 from quiesce.core.fingerprint import Limits
-from router.cluster import body, cluster, free_port, until
+from router.cluster import body, cluster, until
 
 pytestmark = pytest.mark.anyio
 
@@ -25,6 +26,7 @@ async def test_both_legs_get_one_start_with_one_room_and_the_decode_leg_names_it
     async with cluster(tmp_path, text) as c:
         answer = await c.chat(temperature=0.5, seed=7, top_p=0.9, top_k=3, max_tokens=2)
         assert answer.status_code == 200, answer.text
+        await c.heard(1)
         (p,) = c.prefill.starts.values()
         (d,) = c.decode.starts.values()
         assert (p.rid, p.room, p.token_ids, p.sampling) == (d.rid, d.room, d.token_ids, d.sampling)
@@ -44,8 +46,9 @@ async def test_r1_client_gone_before_the_first_token_cancels_both_legs(tmp_path:
             await until(lambda: c.prefill.active and c.decode.active)
             leaving.cancel()
             await c.idle()
-        assert len(c.prefill.cancels) == len(c.decode.cancels) == 2
-        assert {cancel.rid for cancel in c.prefill.cancels} == set(c.prefill.starts) == set(c.decode.starts)
+        for worker in (c.prefill, c.decode):  # a cancel whose answer is late is said again
+            assert {cancel.rid for cancel in worker.cancels} == set(worker.starts) and len(worker.starts) == 2
+        assert set(c.prefill.starts) == set(c.decode.starts)
         assert "client" in c.prefill.cancels[0].reason
 
 
@@ -79,7 +82,10 @@ async def test_r1_client_gone_in_the_middle_of_a_stream_cancels_the_decode_leg(
     async with cluster(tmp_path, text, [{"role": "prefill"}, {"role": "decode", "hold": True}]) as c:
 
         async def one_token() -> None:
-            c.decode.tokens(await until(lambda: next(iter(c.decode.starts), None)), 40)
+            rid = await until(lambda: next(iter(c.decode.starts), None))
+            await c.heard(1)
+            await until(lambda: not c.router.dispatcher.registry.workers["prefill-0"].legs)
+            c.decode.tokens(rid, 40)
 
         giving = asyncio.create_task(one_token())
         async with c.client.stream("POST", "/v1/chat/completions", json=body(stream=True)) as answer:
@@ -312,7 +318,7 @@ async def test_tokens_lost_on_the_way_are_an_error_and_not_a_shorter_answer(tmp_
 
 @pytest.mark.parametrize(
     ("server", "own", "most"),
-    [({"request_timeout": 0.3}, {}, 300), ({}, {"timeout": 1}, 1000)],
+    [({"request_timeout": 1.0}, {}, 1000), ({}, {"timeout": 1}, 1000)],
     ids=["server", "request"],
 )
 async def test_the_deadline_answers_504_and_cancels_both_legs(
@@ -366,7 +372,7 @@ async def test_a_stop_string_ends_the_answer_and_cancels_the_leg(tmp_path: Path,
         assert "END" in text._tokenizer.decode(ids[:counted])
         assert "END" not in text._tokenizer.decode(ids[: counted - 1])
         await c.idle()
-        assert [cancel.rid for cancel in c.decode.cancels] == [rid]
+        assert {cancel.rid for cancel in c.decode.cancels} == {rid}
 
 
 async def test_usage_reports_the_cached_tokens(tmp_path: Path, text: TextModel) -> None:
@@ -393,7 +399,7 @@ async def test_draining_refuses_new_work_lets_running_work_end_and_then_cuts_it(
     tmp_path: Path, text: TextModel
 ) -> None:
     held = [{"role": "prefill"}, {"role": "decode", "hold": True}]
-    async with cluster(tmp_path, text, held, drain_timeout=2.0) as c:
+    async with cluster(tmp_path, text, held, drain_timeout=4.0) as c:
         good, slow = [asyncio.create_task(c.chat()) for _ in range(2)]
         await until(lambda: len(c.decode.active) == 2)
         c.router.stop()

@@ -74,6 +74,7 @@ async def test_prompts_times_samples_have_their_index_seed_room_and_one_usage(
     rid = answer.headers["x-quiesce-request-id"]
     assert list(c.decode.starts) == [f"{rid}-{i}" for i in range(6)]
     assert len({start.room for start in c.decode.starts.values()}) == 6
+    await c.heard(6)
     assert {start.room for start in c.prefill.starts.values()} == {start.room for start in c.decode.starts.values()}
     await c.idle()
 
@@ -131,7 +132,7 @@ async def test_an_answer_that_is_whole_ends_alone(held: Cluster, text: TextModel
     first, second = await started(c, 2)
     c.decode.tokens(first, *text._tokenizer.encode("one END").ids)
     await until(lambda: c.decode.cancels)
-    assert [cancel.rid for cancel in c.decode.cancels] == [first]
+    assert {cancel.rid for cancel in c.decode.cancels} == {first}
     c.decode.tokens(second, *text._tokenizer.encode("two").ids)
     c.decode.end(second, "stop")
     choices = (await waiting).json()["choices"]
@@ -150,7 +151,8 @@ async def test_r1_a_client_that_leaves_cancels_every_leg(held: Cluster) -> None:
     await until(lambda: len(c.decode.active) == len(c.prefill.active) == 3)
     leaving.cancel()
     await c.idle()
-    assert len(c.decode.cancels) == len(c.prefill.cancels) == 3
+    for worker in (c.decode, c.prefill):
+        assert {cancel.rid for cancel in worker.cancels} == set(worker.starts) and len(worker.starts) == 3
 
 
 async def test_either_all_answers_have_room_or_none_is_started(tmp_path: Path, text: TextModel) -> None:
@@ -178,6 +180,7 @@ async def test_samples_of_one_prompt_share_a_group_and_a_prefill_worker(tmp_path
         fields = {"model": "tiny", "prompt": ["a", "b"], "n": 3, "max_tokens": 2}
         answer = await c.client.post("/v1/completions", json=fields)
         assert answer.status_code == 200, answer.text
+        await c.heard(6)
         groups = [{start.group for start in c.worker(name).starts.values()} for name in ("prefill-0", "prefill-1")]
         assert len(groups[0]) == len(groups[1]) == 1 and groups[0] != groups[1]
         decode = [start for name in ("decode-0", "decode-1") for start in c.worker(name).starts.values()]

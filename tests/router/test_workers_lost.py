@@ -62,7 +62,7 @@ async def test_a_new_epoch_under_the_same_name_ends_the_legs_of_the_old_one(tmp_
 async def test_scenario_d22_requests_of_a_stopped_worker_wait_for_the_hold_timeout_and_late_ones_are_told_at_once(
     tmp_path: Path, text: TextModel
 ) -> None:
-    patience = Patience(silent=0.8, lost=2.0)
+    patience = Patience(silent=0.8, lost=4.0)
     async with cluster(tmp_path, text, [{"role": "prefill"}, {"role": "decode", "hold": True}], patience) as c:
         streaming = asyncio.create_task(c.chat(stream=True, max_tokens=2))
         rid = await until(lambda: next(iter(c.decode.active), None))
@@ -147,9 +147,10 @@ async def test_a_worker_that_was_refused_is_not_told_that_it_is_in(tmp_path: Pat
         assert dead.router_epochs == {c.router.dispatcher.epoch}
         c.exited(dead)
         await until(lambda: "decode-0" not in c.router.dispatcher.registry.workers)
-        dead.router_epochs.clear()
         refused = c.router.dispatcher.registry.refused
-        await until(lambda: c.router.dispatcher.registry.refused > refused + 3)
+        await until(lambda: c.router.dispatcher.registry.refused > refused + 3)  # a welcome may be on its way
+        dead.router_epochs.clear()
+        await until(lambda: c.router.dispatcher.registry.refused > refused + 7)
         assert not dead.router_epochs
 
 
