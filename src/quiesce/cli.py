@@ -274,12 +274,15 @@ def _worker(
 def _run_worker(run: Callable[[WorkerSettings], int], settings: WorkerSettings) -> int:
     from quiesce.engine.errors import EngineError  # noqa: PLC0415
     from quiesce.ops.logs import configure_logging  # noqa: PLC0415
+    from quiesce.transfer.leaving import leave  # noqa: PLC0415
 
     configure_logging(settings.log_level, settings.log_format, settings.name)
     try:
-        return run(settings)
+        code = run(settings)
     except EngineError as error:
         raise SettingsError(str(error)) from error
+    leave(code)
+    return code
 
 
 # ------------------------------------------------------------ entry

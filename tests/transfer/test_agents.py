@@ -24,6 +24,7 @@ from quiesce.transfer import attach as wire
 from quiesce.transfer.agent import Engine
 from quiesce.transfer.agents import AgentTransport
 from quiesce.transfer.arena import shared_arena
+from quiesce.transfer.couriers import inside_engines
 from quiesce.transfer.interface import Access, Outcome, Peer, PeerLost, Post
 from quiesce.transfer.mooncake import MooncakeEngine
 from quiesce.transfer.nixl import NixlEngine
@@ -104,6 +105,8 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     yield made
     for side in made.sides:
         side.transport.close_all()
+    for thread in inside_engines():  # one that came back after the interpreter had ended would abort the process
+        thread.join(PATIENCE)
 
 
 def numbered(side: Side) -> None:
@@ -184,6 +187,33 @@ def test_a_fence_of_own_reads_lets_nothing_land(pair: Pair) -> None:
     pair.until(lambda: pair.poster.transport.drain(peer), "the reads to be over")
     refused = pair.poster.transport.read(peer, [0], [0], grant)
     assert pair.outcome(refused) is Outcome.FAILED_CLEAN, "a fenced grant is read under again"
+
+
+def test_reads_that_were_fenced_are_over_before_their_engine_has_let_go_of_them(pair: Pair) -> None:
+    """A lender that stands still would keep them open. What its engine stores after all lands nowhere."""
+    numbered(pair.lender)
+    peer = pair.attach()
+    poster = pair.poster.transport
+    courier = poster._poster._targets[peer.number].courier
+    assert courier is not None and courier._agent is not None
+    inside, goes_on, real = threading.Event(), threading.Event(), courier._agent.post
+
+    def stands_still(direction: Any, own: np.ndarray, theirs: np.ndarray) -> object:
+        inside.set()
+        assert goes_on.wait(PATIENCE)
+        return real(direction, own, theirs)
+
+    courier._agent.post = stands_still  # type: ignore[method-assign]
+    grant = pair.grant(access="read")
+    read = poster.read(peer, ALL, ALL, grant)
+    assert inside.wait(PATIENCE)
+    assert poster.fence(pair.lender.epoch, grant.generation) is not None
+    assert pair.outcome(read) is Outcome.FAILED_CLEAN and poster.drain(peer)
+    pair.poster.arena.pages[:] = SENTINEL
+    goes_on.set()
+    pair.until(lambda: courier not in poster._poster._by_courier, "the engine to be through and its agent to end")
+    assert (pair.poster.arena.pages == SENTINEL).all()
+    assert poster.counters()["placed_pages"] == poster.counters()["unknown_posts"] == 0, "it is told twice"
 
 
 def test_a_fence_of_own_reads_with_none_under_way_leaves_later_grants_readable(pair: Pair) -> None:

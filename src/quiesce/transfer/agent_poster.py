@@ -47,8 +47,7 @@ class AgentPoster(Connections):
     # ------------------------------------------------------------ what couriers tell
 
     def placed(self, courier: Courier, batch: Batch) -> None:
-        if courier.diverted and batch.direction == "read":
-            self._batch_over(courier, batch, Outcome.FAILED_CLEAN)
+        if self._is_over(batch):
             return
         self.counters["placed_pages"] += len(batch.own)
         self._batch_over(courier, batch, Outcome.PLACED)
@@ -57,7 +56,9 @@ class AgentPoster(Connections):
         target = self._by_courier[courier]
         log.info("a batch of %d pages to epoch %x is lost: %s", len(batch.own), target.peer.epoch, reason)
         courier.read_lost |= started and batch.direction == "read"
-        if started and not (courier.diverted and batch.direction == "read"):
+        if self._is_over(batch):
+            return
+        if started:
             written_there = batch.direction == "write" and courier.generation > target.ended
             target.unproven[courier.generation] = target.unproven.get(courier.generation, False) or written_there
         self._batch_over(courier, batch, Outcome.UNKNOWN if started else Outcome.FAILED_CLEAN)
@@ -221,7 +222,8 @@ class AgentPoster(Connections):
 
     def fence_reads(self, peer_epoch: int, generation: int) -> bool | None:
         """Nothing that was read from it under generations <= `generation` lands in own pages any more: True, or False
-        for not yet or never. None: nothing was ever read from it. What is under way ends with its own agent."""
+        for not yet or never. None: nothing was ever read from it. Where reads are diverted they are over now; the
+        courier, its agent and its window stay until the engine has let go of them."""
         if peer_epoch not in self._newest_read:
             return None
         remember(self._reads_fenced, peer_epoch, max(generation, self._reads_fenced.get(peer_epoch, 0)))
@@ -230,13 +232,24 @@ class AgentPoster(Connections):
             for courier in [courier for courier in target.couriers if courier.oldest_read <= generation]:
                 if self._engine.limits.diverts:
                     courier.divert()
-                    courier.oldest_read = NEVER
                 else:
                     over = False
             if target.courier is not None and target.courier.generation <= generation:
                 # though nothing may be under way: what is granted from now on has to be under another generation
                 self._on_lost(target, "own reads were fenced", final=False)
+            for courier in [courier for courier in target.couriers if courier.diverted]:
+                self._end_reads(courier)
         return over and self._reads_left.get(peer_epoch, NEVER) > generation
+
+    def _end_reads(self, courier: Courier) -> None:
+        """After it was diverted: a lender that stands still would keep them open for as long as it does."""
+        for batch in [batch for batch in self._by_courier[courier].couriers[courier] if batch.direction == "read"]:
+            self._batch_over(courier, batch, Outcome.FAILED_CLEAN)
+        courier.oldest_read = NEVER
+
+    def _is_over(self, batch: Batch) -> bool:
+        """A read that was diverted: its outcome was told then, whatever its engine says of it now."""
+        return batch not in self._parts
 
     def drained(self, peer: Peer) -> bool:
         target = self._targets.get(peer.number)

@@ -92,6 +92,18 @@ class CourierOwner:
         """Its thread is over. `clean`: its agent is no more."""
 
 
+class EngineThread(threading.Thread):
+    """Calls an engine, which may keep it for as long as a peer stands still. No end of the process waits for it."""
+
+    def __init__(self, name: str, work: Callable[..., object], *given: object) -> None:
+        super().__init__(target=work, name=name, args=given, daemon=True)
+        self.start()
+
+
+def inside_engines() -> list[EngineThread]:
+    return [thread for thread in threading.enumerate() if isinstance(thread, EngineThread)]
+
+
 def _pause(since: float) -> float:
     return min(_POLL_MOST, max(_POLL_FIRST, (time.monotonic() - since) * _POLL_SHARE))
 
@@ -111,8 +123,7 @@ class Courier:
         self.oldest_read = NEVER  # generation; kept by the poster, as long as something that was read is not over
         self.read_lost = False  # by the poster: of something that was read it is not known how it ended
         self.diverted = False
-        self._thread = threading.Thread(target=self._run, name="quiesce-courier", daemon=True)
-        self._thread.start()
+        self._thread = EngineThread("quiesce-courier", self._run)
 
     # ------------------------------------------------------------ from the transport's thread
 
@@ -282,9 +293,8 @@ class Keeper:
         self._engine, self._arena, self._told, self._made, self._ended = engine, arena, told, made, ended
         self._inbox: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._kept: dict[int, tuple[Lending, Window]] = {}
-        self._ends: set[threading.Thread] = set()  # that go on beside
-        self._thread = threading.Thread(target=self._run, name="quiesce-keeper", daemon=True)
-        self._thread.start()
+        self._ends: set[EngineThread] = set()  # that go on beside
+        self._thread = EngineThread("quiesce-keeper", self._run)
 
     def make(self, generation: int) -> None:
         self._inbox.put(("make", generation))
@@ -322,9 +332,7 @@ class Keeper:
             work(generation)
             return
         self._ends = {end for end in self._ends if end.is_alive()}
-        thread = threading.Thread(target=work, args=(generation,), name="quiesce-keeper-end", daemon=True)
-        self._ends.add(thread)
-        thread.start()
+        self._ends.add(EngineThread("quiesce-keeper-end", work, generation))
 
     def _end(self, generation: int) -> None:
         clean = self._close(generation)
