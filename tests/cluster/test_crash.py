@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,17 +16,17 @@ from quiesce.lab.worker import Faults
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PROMPT = list(range(10, 130))
-HEARD_WITHIN = 15.0
+HEARD_WITHIN = 30.0  # seconds, on any machine; the deadline of a request is a minute
 PAIR = ("prefill-0", "decode-0")
 
 
 @pytest.fixture
 def pair(tiny: Path, run_dir: Path) -> Iterator[Cluster]:
-    """One prefill whose writes take 30 ms a page, one decode."""
+    """One prefill whose writes wait while there is a gate, one decode."""
     with Cluster(
-        tiny, run_dir, page_size=16, chunked_prefill_size=64, max_running=8, max_total_tokens=1024, hold_timeout=2.0
+        tiny, run_dir, page_size=16, chunked_prefill_size=64, max_running=8, max_total_tokens=1024, hold_timeout=5.0
     ) as cluster:
-        cluster.spawn("prefill", "prefill-0", Faults(ms_per_page=(30, 30)))
+        cluster.spawn("prefill", "prefill-0", Faults(gate=str(run_dir / "gate")))
         cluster.spawn("decode", "decode-0")
         cluster.wait_for(*PAIR)
         yield cluster
@@ -36,32 +36,38 @@ def ask(cluster: Cluster, tokens: int = 12) -> LabRequest:
     return cluster.start(PROMPT, Sampling(max_tokens=tokens, ignore_eos=True), PAIR)
 
 
-def until_state(cluster: Cluster, state: str) -> None:
-    """Waits until the decode worker's one transfer, or its batch, is in this state."""
+@contextlib.contextmanager
+def asked(cluster: Cluster, state: str, tokens: int) -> Iterator[LabRequest]:
+    """A request that stays in this state: the decode worker's one transfer, or its batch."""
+    gate = cluster.run_dir / "gate"
+    if state == "offered":
+        gate.touch()
+    request = ask(cluster, tokens)
 
     def reached() -> bool:
         seen = cluster.inspect("decode-0")
         return bool(seen["running"]) if state == "decoding" else state in seen["transfers"]
 
     cluster.until(reached, 30, f"a transfer to be {state}")
+    try:
+        yield request
+    finally:
+        gate.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("state", ["offered", "decoding"])
 def test_prefill_killed(pair: Cluster, oracle: Callable[..., list[list[int]]], state: str) -> None:
     decode_before = pair.inspect("decode-0")
-    request = ask(pair, tokens=200 if state == "decoding" else 12)
-    until_state(pair, state)
-    pair.kill("prefill-0")
-    killed = time.monotonic()
+    with asked(pair, state, 200) as request:
+        pair.kill("prefill-0")
     if state == "offered":
         pair.until(lambda: request.outcome is not None, HEARD_WITHIN, "the decode leg to end")
         assert request.outcome == "failed"
-        assert time.monotonic() - killed < HEARD_WITHIN
     else:  # its pages are here already: the answer does not need prefill any more
         pair.until(lambda: request.outcome is not None, 60, "the answer")
         assert request.outcome == "length"
         assert request.tokens == oracle([PROMPT], 200)[0]
-    pair.until(lambda: not not_idle(pair.inspect("decode-0")), 4, "decode to be idle")
+    pair.until(lambda: not not_idle(pair.inspect("decode-0")), 30, "decode to be idle")
     after = pair.inspect("decode-0")
     assert after["epoch"] == decode_before["epoch"], "decode did not restart"
     if state == "offered":
@@ -79,13 +85,12 @@ def test_prefill_killed(pair: Cluster, oracle: Callable[..., list[list[int]]], s
 @pytest.mark.parametrize("state", ["offered", "decoding"])
 def test_decode_killed(pair: Cluster, oracle: Callable[..., list[list[int]]], state: str) -> None:
     prefill_before = pair.inspect("prefill-0")
-    request = ask(pair, tokens=200)
-    until_state(pair, state)
-    pair.kill("decode-0")
+    with asked(pair, state, 200) as request:
+        pair.kill("decode-0")
     if state == "offered":
         pair.until(lambda: bool(request.ends.get("prefill-0")), HEARD_WITHIN, "the prefill leg to end")
         assert request.ends["prefill-0"][0].outcome == "failed"
-    pair.until(lambda: not not_idle(pair.inspect("prefill-0")), 6, "prefill to be idle")
+    pair.until(lambda: not not_idle(pair.inspect("prefill-0")), 30, "prefill to be idle")
     assert pair.inspect("prefill-0")["epoch"] == prefill_before["epoch"], "prefill did not restart"
 
     pair.spawn("decode", "decode-0")
@@ -93,4 +98,4 @@ def test_decode_killed(pair: Cluster, oracle: Callable[..., list[list[int]]], st
     again = ask(pair)
     pair.until(lambda: again.over, 30, "the next answer")
     assert again.tokens == oracle([PROMPT])[0]
-    pair.until(lambda: not not_idle(pair.inspect("prefill-0")), 6, "prefill to be idle")
+    pair.until(lambda: not not_idle(pair.inspect("prefill-0")), 30, "prefill to be idle")

@@ -33,7 +33,8 @@ QUEUES = {
 def pair(tiny: Path, run_dir: Path) -> Iterator[Cluster]:
     sizes = {"page_size": PAGE, "chunked_prefill_size": 64, "context_length": 144, "max_total_tokens": 2048}
     with Cluster(tiny, run_dir, log_format="json", log_level="debug", **sizes) as cluster:
-        cluster.spawn("prefill", "prefill-0", Faults(ms_per_page=(5.0, 5.0)), max_running=2)
+        faults = Faults(ms_per_page=(5.0, 5.0), gate=str(run_dir / "gate"))
+        cluster.spawn("prefill", "prefill-0", faults, max_running=2)
         cluster.spawn("decode", "decode-0", max_running=1)
         cluster.wait_for(*WORKERS)
         yield cluster
@@ -126,11 +127,15 @@ def test_g106_g107_counters_queues_and_the_log_tell_what_happened(pair: Cluster,
 
 
 def test_the_ownership_log_tells_who_held_a_page_after_the_client_left(pair: Cluster, run_dir: Path) -> None:
+    gate = run_dir / "gate"
+    gate.touch()
     first, second = (
         pair.start(prompt, Sampling(max_tokens=5, ignore_eos=True), WORKERS) for prompt in prompts(2, 128)
     )
     pair.until(lambda: pair.inspect("decode-0")["transfers"].get("offered", 0) > 0, 30, "a transfer under way")
     pair.cancel(first)
+    pair.until(lambda: pair.inspect("decode-0")["transfers"].get("holding", 0) > 0, 30, "its pages to be held")
+    gate.unlink()
     pair.until(lambda: first.over and second.over, 60, "both to end")
     idle(pair)
     decode = pair.inspect("decode-0")

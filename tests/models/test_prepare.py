@@ -177,7 +177,7 @@ def test_a_cache_that_is_a_file_is_named(wheel: PinnedWheel, tmp_path: Path, mon
 def test_four_processes_at_once_prepare_it_once(wheel: PinnedWheel, tmp_path: Path) -> None:
     command = [sys.executable, "-c", PREPARE, json.dumps(asdict(wheel))]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(4)]
-    outputs = [process.communicate(timeout=120) for process in processes]
+    outputs = [process.communicate(timeout=240) for process in processes]
     assert [process.returncode for process in processes] == [0] * 4, outputs
     assert {out for out, _ in outputs} == {f"{smollm2.folder_of(tmp_path / 'cache')}\n".encode()}
     assert sum(b"converting to safetensors: done" in err for _, err in outputs) == 1

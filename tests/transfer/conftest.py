@@ -18,7 +18,7 @@ from quiesce.transfer.shm import ShmTransport
 
 PAGES, PAGE_BYTES = 64, 4096
 ALL = list(range(PAGES))
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 class Side:

@@ -48,7 +48,7 @@ def made(tmp_path: Path) -> Iterator[Callable[..., Choice]]:
 
 
 def until(condition: Callable[[], Any], *sides: Choice) -> Any:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while True:
         for side in sides:
             side.events()

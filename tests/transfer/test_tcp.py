@@ -29,7 +29,7 @@ from quiesce.transfer.tcp_wire import ANSWER, HEADER, Header, Kind, Status
 
 PAGES, PAGE_BYTES = 64, 4096
 D, P = 0xD, 0xB
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 class Side:

@@ -54,11 +54,13 @@ class Moment:
 
 @dataclass
 class Matrix:
-    """One cluster that lives through the cells. `spares`: successors that have loaded the model already."""
+    """One cluster that lives through the cells. `spares`: successors that have loaded the model already. `slack`:
+    seconds that a machine which others use as well is given on top, wherever something must come in time."""
 
     cluster: PatientRouter
     oracle: Oracle
     seed: int = 1
+    slack: float = 0.0
     spares: dict[str, WorkerProcess] = field(default_factory=dict)
     boot: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -119,7 +121,7 @@ class Matrix:
     def _reach(self, cell: Cell) -> Moment:
         """Two requests, the second of them in the state of the cell."""
         bystander = self._ask(BYSTANDER)
-        self.cluster.until(lambda: bool(bystander.tokens), 20, "the bystander's first token")
+        self._until(lambda: bool(bystander.tokens), "the bystander's first token", 20)
         subject = self._ask(QUEUED if cell.state == "queued" else SUBJECT)
         if cell.state == "queued":
             self._until(lambda: self.cluster.inspect(DECODE)["waiting"] == 1, "a request to wait for pages")
@@ -143,7 +145,7 @@ class Matrix:
             self._until(lambda: self.cluster.inspect(DECODE)["checks"], "decode to ask for what stands")
 
     def _until(self, condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
-        self.cluster.until(lambda: bool(condition()), seconds, what)
+        self.cluster.until(lambda: bool(condition()), seconds + self.slack, what)
 
     def _signal(self, name: str, number: int) -> None:
         os.kill(self.cluster.workers[name].process.pid, number)
@@ -297,7 +299,8 @@ class Matrix:
             self._idle(name)
 
     def _idle(self, name: str, while_stopped: str = "") -> None:
-        """Within hold timeout + 2 s. A borrower remembers what a lender that cannot speak now has not closed."""
+        """Within hold timeout + 2 s, and the slack. A borrower remembers what a lender that cannot speak now has not
+        closed."""
         lines: list[str] = ["it did not answer"]
 
         def idle() -> bool:
@@ -310,7 +313,7 @@ class Matrix:
             return not lines
 
         try:
-            self.cluster.until(idle, self.cluster.hold + 2.0, f"{name} to be idle")
+            self.cluster.until(idle, self.cluster.hold + 2.0 + self.slack, f"{name} to be idle")
         except TimeoutError:
             raise CellError(f"{name} is not idle: {lines}") from None
 
