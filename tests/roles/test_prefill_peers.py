@@ -11,7 +11,7 @@ from quiesce.core.fingerprint import Fingerprint
 from quiesce.core.messages import Address
 from quiesce.core.session import Handshake
 from quiesce.roles import prefill_peers
-from quiesce.roles.prefill_peers import PrefillPeer, PrefillPeers
+from quiesce.roles.prefill_peers import UNREACHABLE, PrefillPeer, PrefillPeers
 from quiesce.roles.silence import ATTACH_LEAST
 
 FINGERPRINT = Fingerprint("m", "w", "float32", "page-major/row", 16, 4096, 2, 2, 16)
@@ -33,9 +33,46 @@ def test_a_transport_gets_some_seconds_to_attach_however_short_the_hold_timeout_
     now[0] += ATTACH_LEAST - 0.1
     assert peers.hopeless(peer) is None
     now[0] += 0.2
-    assert peers.hopeless(peer) == "prefill prefill-0 has not attached to write here for 5.1 s"
+    assert peers.hopeless(peer) == "prefill prefill-0 has not attached to write here for 15.1 s"
     attached[0] = True
     assert peers.hopeless(peer) is None
     attached[0] = False  # its mover died: the clock starts again
     now[0] += ATTACH_LEAST - 0.1
+    assert peers.hopeless(peer) is None
+
+
+class SlowLink:
+    """To a process that accepted and was stopped then."""
+
+    is_up = is_down = False
+
+    def receive(self) -> list[Any]:
+        return []
+
+    def state_changes(self) -> list[Any]:
+        return []
+
+
+def test_a_peer_that_breaks_off_a_handshake_after_a_stop_has_all_the_time_to_be_reached_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(prefill_peers, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    nothing, link = cast(Any, None), SlowLink()
+    peers = PrefillPeers(nothing, nothing, nothing, 0xD, FINGERPRINT, nothing, patience=30.0)
+    handshake = Handshake(0xD, 0, FINGERPRINT, lambda: 1)
+    address = Address("prefill-0", 0xB, "ipc:///nowhere", "key")
+    peer = peers.peers[0xB] = PrefillPeer(address, cast(Any, link), handshake, opened=now[0])
+    now[0] += 2 * UNREACHABLE
+    peers.turn()
+    assert peers.hopeless(peer) is None, "it is there and silent"
+    link.is_down = True
+    for _ in range(2):
+        peers.turn()
+        assert peers.hopeless(peer) is None, "it has only just broken off"
+        now[0] += UNREACHABLE - 0.1
+    peers.turn()
+    assert peers.hopeless(peer) is not None, "nobody is there"
+    link.is_down = False
+    peers.turn()
     assert peers.hopeless(peer) is None

@@ -19,7 +19,7 @@ from quiesce.roles.silence import ATTACH_LEAST, PAUSE
 log = logging.getLogger("quiesce.sessions")
 
 HELLO_FIRST, HELLO_MOST = 0.1, 2.0  # seconds between repeats of HELLO
-UNREACHABLE = 3.0  # seconds in which a new peer must be reached; one that is there and silent has the hold timeout
+UNREACHABLE = 3.0  # seconds without a connection; a new peer that is there and silent has the hold timeout
 INBOX_ROUNDS = 32  # after a pause: more than the channel's queues hold is heard, before any timer
 MAX_PEERS = 256  # links, those that lead nowhere included
 
@@ -41,6 +41,7 @@ class PrefillPeer:
     hello_at: float = 0.0
     hellos: int = 0
     ready_at: float = 0.0  # when it could last be given an offer
+    down_at: float | None = None  # since when its connection is known to be none
     refusal: str | None = None  # why it will never do
 
     @property
@@ -113,10 +114,12 @@ class PrefillPeers:
         """Why requests should stop waiting for this peer, or None."""
         if peer.refusal is not None:
             return f"prefill {peer.address.name} refused the session: {peer.refusal}"
-        waited = time.monotonic() - peer.opened
-        if not peer.taken and waited > (UNREACHABLE if peer.link.is_down else self._patience):
+        now = time.monotonic()
+        waited = now - peer.opened
+        unreached = 0.0 if peer.down_at is None else now - peer.down_at
+        if not peer.taken and (unreached > UNREACHABLE or waited > self._patience):
             return f"prefill {peer.address.name} did not answer within {waited:.1f} s"
-        unattached = time.monotonic() - max(peer.opened, peer.ready_at)
+        unattached = now - max(peer.opened, peer.ready_at)
         if peer.taken and not self.ready(peer) and unattached > max(ATTACH_LEAST, self._patience):
             return f"prefill {peer.address.name} has not attached to write here for {unattached:.1f} s"
         return None
@@ -154,6 +157,8 @@ class PrefillPeers:
                     break
                 was_up = was_up or change is LinkEvent.UP
             else:
+                # One that was stopped in the middle of a handshake breaks it off when it goes on, and is there again.
+                peer.down_at = (peer.down_at or self._turned) if peer.link.is_down else None
                 self._greet(peer)
                 continue
             self.drop(epoch)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 FORGOTTEN = 600.0  # seconds; whoever was away for longer has to start anew
 PAUSE = 1.0  # seconds after which this process itself was away, and not those that it did not hear of
-ATTACH_LEAST = 5.0  # seconds that a peer's transport gets to start, whatever the hold timeout
+ATTACH_LEAST = 15.0  # seconds that a peer's transport gets to start, a process or an agent, whatever the hold timeout
 
 
 @dataclass
