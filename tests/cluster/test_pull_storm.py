@@ -37,7 +37,7 @@ def test_storm_over_pull_survivors_equal_the_oracle_and_every_lease_ends_by_the_
         assert report.many_ends == 0 and report.survivors > plan.requests * 0.4
         assert set(report.cuts) == set(CUTS), report.cuts
         for name in cluster.workers:
-            cluster.until(lambda name=name: not not_idle(cluster.inspect(name), boot[name]), 7, f"{name} to be idle")
+            cluster.until(lambda name=name: not not_idle(cluster.inspect(name), boot[name]), 30, f"{name} to be idle")
         drained = {"prefill": 0, "decode": 0}
         for name in cluster.workers:
             state = cluster.inspect(name)

@@ -10,8 +10,9 @@ import pytest
 from quiesce.core.messages import Sampling
 from quiesce.engine.engine import Engine
 from quiesce.engine.local import LocalEngine
-from quiesce.lab.cluster import Cluster
+from quiesce.lab.cluster import Cluster, LabRequest
 from quiesce.lab.idle import not_idle
+from quiesce.lab.worker import Faults
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -31,10 +32,20 @@ def pair(tiny: Path, run_dir: Path) -> Iterator[Cluster]:
     with Cluster(
         tiny, run_dir, page_size=16, chunked_prefill_size=32, max_running=8, max_total_tokens=1024
     ) as cluster:
-        cluster.spawn("prefill", "prefill-0")
+        cluster.spawn("prefill", "prefill-0", Faults(pause=str(run_dir / "pause")))
         cluster.spawn("decode", "decode-0")
         cluster.wait_for(*PAIR)
         yield cluster
+
+
+def together(pair: Cluster) -> list[LabRequest]:
+    """A short prompt is computed before the next request is there, so no step begins until all three are."""
+    pause = pair.run_dir / "pause"
+    pause.touch()
+    requests = [pair.start(PROMPT, sampling, PAIR, group="g") for sampling in SAMPLES]
+    pair.until(lambda: pair.inspect("prefill-0")["siblings"] == 2, 30, "two to wait for the first")
+    pause.unlink()
+    return requests
 
 
 def computed(cluster: Cluster) -> int:
@@ -43,7 +54,7 @@ def computed(cluster: Cluster) -> int:
 
 
 def test_samples_of_one_prompt_compute_it_once_and_draw_their_own(pair: Cluster, expected: list[list[int]]) -> None:
-    requests = [pair.start(PROMPT, sampling, PAIR, group="g") for sampling in SAMPLES]
+    requests = together(pair)
     pair.until(lambda: all(request.over for request in requests), 30, "the answers")
     assert [request.tokens for request in requests] == expected
     assert computed(pair) == len(PROMPT) + 2, "the other two compute their last token only"

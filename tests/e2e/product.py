@@ -82,7 +82,7 @@ class Product:
                 start_new_session=True,
             )
         self.boot: dict[str, dict[str, Any]] = {}
-        self.http = httpx.Client(base_url=self.url, timeout=30.0)
+        self.http = httpx.Client(base_url=self.url, timeout=120.0)
 
     # ------------------------------------------------------------ its life
 
@@ -135,7 +135,7 @@ class Product:
 
     # ------------------------------------------------------------ asking
 
-    def client(self, timeout: float = 60.0) -> openai.OpenAI:
+    def client(self, timeout: float = 120.0) -> openai.OpenAI:
         """Never tries again by itself."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=timeout)
 

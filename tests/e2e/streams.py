@@ -13,7 +13,7 @@ from e2e.product import Product
 class Stream:
     """One streamed completion over its own connection. `events` are the JSON objects that have arrived."""
 
-    def __init__(self, product: Product, prompt: Sequence[int], tokens: int, timeout: float = 60.0) -> None:
+    def __init__(self, product: Product, prompt: Sequence[int], tokens: int, timeout: float = 120.0) -> None:
         self.began = time.monotonic()
         self.socket = socket.create_connection(("127.0.0.1", product.port), timeout)
         asked = {"model": product.name, "prompt": list(prompt), "max_tokens": tokens, "stream": True}

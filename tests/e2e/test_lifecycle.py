@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from e2e.conftest import QUICK, SIZES, warmed
-from e2e.product import Product, alive, descendants, until
+from e2e.product import START_SECONDS, STOP_SECONDS, Product, alive, descendants, until
 from e2e.streams import Stream
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -20,21 +20,24 @@ PROBE = [30, 31, 32, 33]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_drains_and_leaves_nothing(fresh: Product, number: signal.Signals) -> None:
-    right = fresh.ask(PROBE, 300)
-    stream = Stream(fresh, PROBE, 300)
-    stream.until_event()
-    fresh.process.send_signal(number)
-    stream.to_end()
-    assert stream.whole and stream.text == right, "what runs may finish"
-    assert fresh.process.wait(20) == 0
-    assert fresh.leftovers() == []
+def test_a_signal_drains_and_leaves_nothing(tiny: Path, folder: Path, number: signal.Signals) -> None:
+    patient = [word for word in QUICK if not word.startswith("--drain-timeout")]  # what is left of it takes seconds
+    with Product(tiny, folder, *SIZES, *patient, "--drain-timeout=60") as product:
+        warmed(product)
+        right = product.ask(PROBE, 300)
+        stream = Stream(product, PROBE, 300)
+        stream.until_event()
+        product.process.send_signal(number)
+        stream.to_end()
+        assert stream.whole and stream.text == right, "what runs may finish"
+        assert product.process.wait(STOP_SECONDS) == 0
+        assert product.leftovers() == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_starting_leaves_nothing(tiny: Path, folder: Path, number: signal.Signals) -> None:
     with Product(tiny, folder, *SIZES, *QUICK) as product:
-        until(lambda: b"starting" in product.log.read_bytes(), 30, "the first words")
+        until(lambda: b"starting" in product.log.read_bytes(), START_SECONDS, "the first words")
         assert product.stop(number) == 0
         assert product.leftovers() == []
 
@@ -49,7 +52,7 @@ def test_drain_cuts_what_takes_too_long_and_a_second_signal_hurries(fresh: Produ
     for stream in streams:
         stream.to_end()
         assert stream.whole or stream.error is not None, "the client is told why"
-    assert fresh.process.wait(20) == 0
+    assert fresh.process.wait(STOP_SECONDS) == 0
     assert fresh.leftovers() == []
 
 
@@ -74,7 +77,7 @@ def test_killed_supervisor_leaves_no_process(tiny: Path, folder: Path) -> None:
 
 def test_two_at_once_and_a_port_in_use(serve: Product, tiny: Path, folder: Path) -> None:
     words = [sys.executable, "-m", "quiesce", "serve", str(tiny), f"--port={serve.port}"]
-    refused = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False, cwd=folder)
+    refused = subprocess.run(words, capture_output=True, text=True, timeout=START_SECONDS, check=False, cwd=folder)
     assert refused.returncode == 2
     assert str(serve.port) in refused.stderr and "in use" in refused.stderr.lower()
     with Product(tiny, folder, "--colocated", *SIZES, *QUICK) as other:
@@ -93,7 +96,7 @@ def test_two_at_once_and_a_port_in_use(serve: Product, tiny: Path, folder: Path)
 
 def test_help_names_every_command() -> None:
     shown = subprocess.run(
-        [sys.executable, "-m", "quiesce", "--help"], capture_output=True, text=True, timeout=60, check=True,
-        env=os.environ | {"NO_COLOR": "1"},
+        [sys.executable, "-m", "quiesce", "--help"], capture_output=True, text=True, check=True,
+        timeout=START_SECONDS, env=os.environ | {"NO_COLOR": "1"},
     )  # fmt: skip
     assert all(command in shown.stdout for command in ("serve", "prefill", "decode", "router", "colocated", "model"))

@@ -14,14 +14,13 @@ import pytest
 from e2e.conftest import QUICK, SIZES, short_folder, warmed
 from e2e.product import Product, until
 from e2e.streams import Stream
-from e2e.test_kills import LONG, PROBE, WORKERS, decoding, prefilling, recovers
+from e2e.test_kills import LONG, PROBE, WORKERS, decoding, prefill_begins, prefilling, recovers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 HOLD = 5.0  # seconds, as the servers of these tests have it
 LATE = 15.0  # seconds after it, on any machine; the deadline of a request is minutes
 ANSWER = 900  # tokens of `decoding`
-PROBED = 6.0  # within so many seconds /health knows of a worker that is silent
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,7 @@ def told(stream: Stream, since: float) -> None:
     """An error once the hold timeout has passed, and not much later."""
     stream.socket.settimeout(HOLD + LATE)
     stream.to_end()
-    assert HOLD - 1.0 < time.monotonic() - since < HOLD + LATE
+    assert HOLD / 2 < time.monotonic() - since < HOLD + LATE  # the last heartbeat may have come late, or long before
     assert stream.error is not None and not stream.whole
 
 
@@ -53,9 +52,10 @@ def test_scenario_g37_health_is_red_while_a_worker_is_stopped_and_clients_are_to
 ) -> None:
     right, before = serve.ask(PROBE), serve.epochs()
     for name in sorted(WORKERS):
-        stream = decoding(serve) if name == "decode-0" else prefilling(serve)
-        with stopped(serve.pid(name)) as since:
-            until(lambda: not serve.healthy(), PROBED, "health to say so")
+        pid = serve.pid(name)
+        asked = contextlib.nullcontext(decoding(serve)) if name == "decode-0" else prefilling(serve)
+        with asked as stream, stopped(pid) as since:
+            until(lambda: not serve.healthy(), HOLD + LATE, "health to say so")
             late = serve.http.post("/v1/completions", json={"model": serve.name, "prompt": PROBE, "max_tokens": 1})
             assert late.status_code == 503 and late.headers["retry-after"], "a new request is told at once"
             told(stream, since)
@@ -65,7 +65,7 @@ def test_scenario_g37_health_is_red_while_a_worker_is_stopped_and_clients_are_to
 def test_a_router_stopped_beyond_the_hold_timeout_goes_on_where_it_was(serve: Product) -> None:
     right, answer, before = serve.ask(PROBE), serve.ask(PROBE, ANSWER), serve.epochs()
     long_answer = serve.ask(LONG, 4)
-    streams = [decoding(serve), prefilling(serve)]
+    streams = [decoding(serve), prefill_begins(serve)]
     with stopped(serve.pid("router")):
         time.sleep(HOLD + 2.0)  # the length of the pause is what is tested
     for stream, text in zip(streams, (answer, long_answer), strict=True):

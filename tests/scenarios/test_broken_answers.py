@@ -29,7 +29,7 @@ def usable(pd: Product) -> bool:
 @pytest.mark.parametrize("victim", ["transfer", "prefill"])
 def test_scenario_f31_broken_before_the_first_byte(pd: Product, victim: str) -> None:
     """The mover stands still, so that both requests are in the middle of their transfer when it happens."""
-    until(lambda: usable(pd), 60, "the server to be usable")
+    until(lambda: usable(pd), 150, "the server to be usable")
     mover = pd.mover()
     os.kill(mover, signal.SIGSTOP)
     with ThreadPoolExecutor(2) as pool:
@@ -40,17 +40,24 @@ def test_scenario_f31_broken_before_the_first_byte(pd: Product, victim: str) -> 
             said = answer.result(timeout=60)
             assert 500 <= said["status"] <= 599, said
             assert said["error"]["message"] and said["error"]["type"], said
-    until(lambda: usable(pd), 60, "the server to be usable again")
+    until(lambda: usable(pd), 150, "the server to be usable again")
     pd.check_idle()
 
 
 def test_scenario_f31_broken_after_five_tokens(pd: Product) -> None:
-    until(lambda: usable(pd), 60, "the server to be usable")
+    until(lambda: usable(pd), 150, "the server to be usable")
     whole = ask(pd, COMPLETIONS, LONG)["choices"][0]["text"]
-    with ThreadPoolExecutor(2) as pool:
-        waiting = pool.submit(ask, pd, COMPLETIONS, LONG)
-        reading = pool.submit(read_by_client, pd)
-        said, reason, text = read_until_broken(pd, lambda: os.kill(pd.pid("decode-0"), signal.SIGKILL))
+    mover, decode = pd.mover(), pd.pid("decode-0")
+    with ThreadPoolExecutor(3) as pool:
+        os.kill(mover, signal.SIGSTOP)  # until all three are there, so that none is over before the last one begins
+        try:
+            waiting = pool.submit(ask, pd, COMPLETIONS, LONG)
+            reading = pool.submit(read_by_client, pd)
+            streaming = pool.submit(read_until_broken, pd, lambda: os.kill(decode, signal.SIGKILL))
+            until(lambda: pd.ledger()["prefill-0"]["posts"] == 3, 60, "three transfers")
+        finally:
+            os.kill(mover, signal.SIGCONT)
+        said, reason, text = streaming.result(timeout=60)
         assert "[DONE]" not in said
         error = json.loads(said[-1])["error"]
         assert error["message"] and set(error) <= {"message", "type", "param", "code"}
@@ -59,7 +66,7 @@ def test_scenario_f31_broken_after_five_tokens(pd: Product) -> None:
         answer = waiting.result(timeout=60)
         assert 500 <= answer["status"] <= 599 and answer["error"]["message"]
         assert isinstance(reading.result(timeout=60), openai.APIError), "a standard client raises"
-    until(lambda: usable(pd), 60, "the server to be usable again")
+    until(lambda: usable(pd), 150, "the server to be usable again")
     pd.check_idle()
 
 
