@@ -115,7 +115,10 @@ def test_d6_a_tenant_whose_holds_use_up_its_budget_is_refused_and_others_and_run
     pair.cancel(stuck)
     at_once = ask(pair, tenant="a")  # decode hears of both in this order, and in one breath
     pair.until(lambda: pair.inspect("decode-0")["held_by_tenant"] == {"a": 19}, 30, "its pages to be held")
-    assert last_word(pair, at_once, "decode-0").outcome == "length", "a burst of aborts refuses nobody"
+    assert (ended := last_word(pair, at_once, "decode-0")).outcome == "length", (
+        "a burst of aborts refuses nobody",
+        ended,
+    )
     pair.until_time(1.2)
     refused = ask(pair, tenant="a")
     said = last_word(pair, refused, "decode-0")
@@ -126,9 +129,9 @@ def test_d6_a_tenant_whose_holds_use_up_its_budget_is_refused_and_others_and_run
     told = lambda: {s.name: s.value for s in pair.inspect("decode-0")["samples"]}[age]  # noqa: E731
     pair.until(lambda: told() > 1, 30, "prefill to say how long it is at it")
     other = ask(pair, tenant="b")
-    assert last_word(pair, other, "decode-0").outcome == "length"
+    assert (ended := last_word(pair, other, "decode-0")).outcome == "length", ended
     assert other.tokens == oracle([PROMPT], 8)[0]
-    assert last_word(pair, running, "decode-0").outcome == "length"
+    assert (ended := last_word(pair, running, "decode-0")).outcome == "length", ended
     assert running.tokens == oracle([PROMPT], 250)[0]
     # The fence at the hold timeout gives the pages back, with proof, and the tenant is let in again.
     pair.until(lambda: not pair.inspect("decode-0")["held_by_tenant"], 30, "the fence")
@@ -152,7 +155,7 @@ def test_d1_d3_a_request_beyond_the_limit_is_refused_on_both_legs_at_once_and_en
     assert min(took) < AT_ONCE, "nothing is waited for"
     assert before == (pair.inspect("decode-0")["leases_opened"], pair.inspect("prefill-0")["leases_opened"])
     fits = ask(pair, [5] * (LIMIT - 8), ["decode-0"], tokens=8, local=True)
-    assert last_word(pair, fits, "decode-0").outcome == "length"
+    assert (ended := last_word(pair, fits, "decode-0")).outcome == "length", ended
 
 
 def test_d3_what_all_workers_have_agreed_on_refuses_both_legs_whatever_each_could_take(pair: Cluster) -> None:
@@ -172,7 +175,7 @@ def test_d3_what_all_workers_have_agreed_on_refuses_both_legs_whatever_each_coul
         assert min(took) < AT_ONCE, "nothing is waited for"
         assert before == {name: pair.inspect(name)["leases_opened"] for name in PAIR}
         fits = ask(pair, [5] * 192, tokens=8)
-        assert last_word(pair, fits, "decode-0").outcome == "length"
+        assert (ended := last_word(pair, fits, "decode-0")).outcome == "length", ended
     finally:
         pair.limit = 0
 

@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 PAGE, CONTEXT, PROMPT = 16, 160, 120
 P, CHECKING, TRUSTING, OTHER = "prefill-0", "decode-0", "decode-1", "decode-2"
 MANY = range(1, 400)
-WAIVED = 3  # by the tests of this module that read too late
 Oracle = Callable[..., list[list[int]]]
 SAMPLING = Sampling(max_tokens=12, ignore_eos=True)
 
@@ -51,13 +50,20 @@ def cluster(tiny: Path) -> Iterator[Cluster]:
         deaf = tuple(Mischief("Abort", "drop", number) for number in MANY)
         mute = tuple(Mischief("Ping", "drop", number) for number in MANY)
         gate = str(cluster.run_dir / "gate")
-        own = {"max_total_tokens": CONTEXT, "hold_timeout": 0.5, "on_hold_expiry": "release"}
+        own = {"max_total_tokens": CONTEXT, "hold_timeout": 2.0, "on_hold_expiry": "release"}
         cluster.spawn("prefill", P, Faults(mischief=deaf), **own)
         cluster.spawn("decode", CHECKING, Faults(gate=gate, mischief=mute))
         cluster.spawn("decode", TRUSTING, Faults(gate=gate, mischief=mute, twin="unchecked reads"))
         cluster.spawn("decode", OTHER)
         cluster.wait_for(P, CHECKING, TRUSTING, OTHER)
+        for name in (CHECKING, TRUSTING, OTHER):
+            cluster.until_served(lambda name=name: cluster.start(prompt(0), SAMPLING, (P, name)))  # type: ignore[misc]
         yield cluster
+
+
+def checks(cluster: Cluster) -> dict[str, float]:
+    samples = [s for s in cluster.inspect(CHECKING)["samples"] if s.name == "quiesce:grant_checks_total"]
+    return {dict(sample.labels)["outcome"]: sample.value for sample in samples}
 
 
 def read_too_late(cluster: Cluster, decode: str, oracle: Oracle, seed: int = 1) -> LabRequest:
@@ -78,14 +84,12 @@ def read_too_late(cluster: Cluster, decode: str, oracle: Oracle, seed: int = 1) 
 
 
 def test_l10_what_was_read_too_late_is_never_answered(cluster: Cluster, oracle: Oracle) -> None:
+    before = checks(cluster)
     late = read_too_late(cluster, CHECKING, oracle)
     [end] = late.ends[CHECKING]
     assert end.outcome == "failed" and end.status == 502 and not late.tokens
     assert "taken back" in end.reason, end.reason
-    samples = {
-        s.labels: s.value for s in cluster.inspect(CHECKING)["samples"] if s.name == "quiesce:grant_checks_total"
-    }
-    assert samples == {(("outcome", "in_force"),): 0, (("outcome", "ended"),): 1}
+    assert checks(cluster) == {"in_force": before["in_force"], "ended": before["ended"] + 1}
     for name in (P, CHECKING, OTHER):
         cluster.until(lambda name=name: not not_idle(cluster.inspect(name)), 30, f"{name} to be idle")  # type: ignore[misc]
 
@@ -107,10 +111,13 @@ def test_without_the_check_the_answer_is_about_another_prompt(cluster: Cluster, 
     assert late.tokens != oracle([prompt(1)])[0]
 
 
-def test_a_waiver_is_logged_and_counted_each_time_and_said_in_the_heartbeat(cluster: Cluster) -> None:
+def test_a_waiver_is_logged_and_counted_each_time_and_said_in_the_heartbeat(cluster: Cluster, oracle: Oracle) -> None:
+    if not cluster.inspect(P)["unsound"]:  # each of the tests above leaves one
+        read_too_late(cluster, CHECKING, oracle)
     state = cluster.inspect(P)
-    assert state["unsound"] == WAIVED and state["closed_by"]["unsound"] == WAIVED
+    waived = state["unsound"]
+    assert waived > 0 and state["closed_by"]["unsound"] == waived
     samples = {(s.name, dict(s.labels).get("outcome")): s.value for s in state["samples"]}
-    assert samples["quiesce:lease_closed_total", "unsound"] == WAIVED
+    assert samples["quiesce:lease_closed_total", "unsound"] == waived
     log = (cluster.run_dir / "workers.log").read_text()
-    assert log.count("--on-hold-expiry=release") == WAIVED, log
+    assert log.count("--on-hold-expiry=release") == waived, log

@@ -38,7 +38,7 @@ def leave_together(pd: Product, clients: int) -> None:
     """All of them are in the server and some have text when all connections close."""
     streams = [Stream(pd, PROMPTS[index % len(PROMPTS)], 400) for index in range(clients)]
     streams[0].until_event()
-    until(lambda: pd.metrics()["quiesce:http_inflight"] > 0.9 * clients, 30, "the crowd to be in")
+    until(lambda: pd.metrics()["quiesce:http_inflight"] > 0.9 * clients, 60, "the crowd to be in")
     for stream in streams:
         stream.close()
 

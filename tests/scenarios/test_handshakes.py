@@ -41,7 +41,7 @@ class Caller:
             self.epoch,
             engine.fingerprint,
             self.transport,
-            patience=10.0,
+            patience=60.0,
         )
         self.peer: PrefillPeer | None = None
         self.seen: set[str] = set()
@@ -95,7 +95,7 @@ def test_scenario_j91_peers_connect_and_leave_in_a_loop(tiny: Path, run_dir: Pat
                         del waiting[caller]
                 return not waiting
 
-            cluster.until(someone_left, 30, "every caller to get as far as it wants to")
+            cluster.until(someone_left, 90, "every caller to get as far as it wants to")
             until_over(cluster, [request], 30)
             assert request.tokens == right, "who was there before is served all the time"
         assert set(left) == set(STAGES)

@@ -153,7 +153,8 @@ def test_scenario_c49_dead_prefill_addresses_stop_nobodys_tokens(tiny: Path, run
         assert [request.tokens for request in streams] == expected
         gaps = [widest_gap(r, bad) for r in streams if sum(at >= bad for at in r.arrivals) > 1]
         assert gaps, "the streams were over before the bad requests came"
-        assert max(gaps) < max(2.0, 4 * quiet), f"{max(gaps):.3f} s without a token; {quiet:.3f} s before"
+        # Who waits for one of those addresses waits for its deadline, six seconds.
+        assert max(gaps) < max(5.0, 4 * quiet), f"{max(gaps):.3f} s without a token; {quiet:.3f} s before"
         again = cluster.start(PROBE, greedy(12), PAIR)
         until_over(cluster, [again], 30)
         assert again.tokens == oracle([PROBE])[0]
@@ -166,10 +167,13 @@ def test_scenario_c52_a_write_in_progress_for_ever_costs_its_own_request_only(
     prompts = prompts_of(16, 60, 52)
     expected = oracle(prompts, 4)
     with Cluster(tiny, run_dir, hold_timeout=9.0, max_total_tokens=8192, **SIZES) as cluster:
-        cluster.spawn("prefill", PAIR[0], Faults(stuck_write=1))
+        cluster.spawn("prefill", PAIR[0], Faults(stuck_write=2))
         cluster.spawn("decode", PAIR[1])
         cluster.wait_for(*PAIR)
-        stuck = cluster.start(prompts[0], greedy(4), PAIR, deadline=2.0)
+        until_over(
+            cluster, [cluster.start(prompts[0], greedy(4), PAIR)], 60
+        )  # the first write; it makes their session
+        stuck = cluster.start(prompts[0], greedy(4), PAIR, deadline=4.0)
         cluster.until(lambda: cluster.inspect(PAIR[0])["posts"] == 1, 30, "the write")
         boot = {name: cluster.inspect(name) for name in PAIR}
         requests: list[LabRequest] = []
