@@ -38,7 +38,7 @@ def test_abort_in_the_middle_of_the_answer(serve: Product) -> None:
             model=serve.name, prompt=PROBE, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
         )
         next(iter(stream))
-        assert serve.ledger()["decode-0"]["running"] == 1
+        until(lambda: serve.ledger()["decode-0"]["running"] == 1, 30, "it to be in the batch")
         stream.close()
     until(lambda: serve.ledger()["decode-0"]["running"] == 0, 30, "decode to stop")
     serve.check_idle(serve.boot)
@@ -64,7 +64,7 @@ def test_d23_abort_before_the_first_token_stops_prefill_within_a_chunk(serve: Pr
     assert cut >= 3, "most of them were cut before the prompt was computed"
     before_it = computed(serve)
     assert serve.ask(PROBE) == right
-    assert computed(serve) <= before_it + CHUNK, "nobody waits behind cancelled prompts"
+    assert computed(serve) <= before_it + CHUNK + len(PROBE), "nobody waits behind cancelled prompts"
     serve.check_idle(serve.boot)
     for worker, count in before.items():
         assert aborted(serve, worker) >= count + cut, f"{worker}: both legs show an abort"

@@ -31,8 +31,12 @@ GROWTH = 48  # MiB that a process may gain in one test: kernels are cached by sh
 
 @pytest.fixture(scope="module")
 def answers(serve: Product) -> dict[int, str]:
-    """The right answer by the index of its prompt, from an idle server."""
-    return {i: serve.ask(prompt, ANSWER) for i, prompt in enumerate(PROMPTS)}
+    """The right answer by the index of its prompt, from an idle server. Then a first crowd: with it decode grows by
+    44 MiB, once, and whichever test came first would be taken for a leak."""
+    right = {i: serve.ask(prompt, ANSWER) for i, prompt in enumerate(PROMPTS)}
+    assert crowd(serve, right, 64, 32, lambda draw: None).right == 64
+    serve.check_idle(serve.boot)
+    return right
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ from e2e.product import Product, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-FAST = 1.0  # seconds, on any machine; what these bodies could cost is many
+FAST = 2.0  # seconds, on any machine; what these bodies could cost is many
 GOOD: dict[str, Any] = {"model": "tiny", "prompt": [10, 11], "max_tokens": 4}
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
@@ -117,12 +119,18 @@ def test_a_full_system_answers_503_with_retry_after(narrow: Product) -> None:
         body = GOOD | {"max_tokens": 600, "ignore_eos": True, "temperature": 0}
         answers.append(httpx.post(f"{narrow.url}/v1/completions", json=body, timeout=120))
 
+    decode = narrow.pid("decode-0")
     running = [threading.Thread(target=long) for _ in range(4)]
     for thread in running:
         thread.start()
     until(lambda: narrow.http.get("/health").json()["requests"] == 4, 30, "four requests to run")
-    refused = narrow.http.post("/v1/completions", json=GOOD)
-    assert not answers, "it did not wait for one of the four"
+    os.kill(decode, signal.SIGSTOP)  # so that they do, however long the next one takes
+    try:
+        assert not answers
+        refused = narrow.http.post("/v1/completions", json=GOOD)
+        assert not answers, "it did not wait for one of the four"
+    finally:
+        os.kill(decode, signal.SIGCONT)
     assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
     assert refused.json()["error"]["type"] == "overloaded_error" and "4" in refused.json()["error"]["message"]
     for thread in running:
