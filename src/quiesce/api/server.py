@@ -27,7 +27,7 @@ from quiesce.api.stream import text_events
 from quiesce.api.texts import Texts
 from quiesce.core.messages import Inspected
 
-INSPECT_SECONDS = 1.0
+INSPECT_SECONDS = 5.0  # a worker on a busy machine may be slow for a second or two; a scrape waits for ten
 PROBE_SECONDS = 5.0
 ROLES = ("prefill", "decode", "colocated")
 JSON = "application/json"
