@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quiesce.core.ledger import Ledger
+from quiesce.core.ledger import Change, Ledger
 from quiesce.core.messages import Control, Drawn, Ended, Sampling, Start, TokenLogprob, Tokens, TransferId
 from quiesce.core.pages import PagePool
 from quiesce.engine.batch import Row
@@ -287,3 +287,21 @@ def test_any_order_of_joining_and_leaving_gives_each_request_its_own_tokens(even
             assert (end.outcome == "stop") == asked.ends(due[-1])
     assert loop.ledger.not_idle() == [] and loop.ledger.stale == 0
     assert loop.ledger.opened == loop.ledger.steps
+
+
+def test_pages_taken_ahead_leave_half_of_what_is_free_if_everyone_takes_as_many() -> None:
+    loop, taken = Loop(), list[int]()
+
+    def hear(change: Change) -> None:
+        if change.event == "grown":
+            count, free = len(change.pages), loop.ledger.pool.free
+            assert count == 1 or 2 * len(loop.batch) * count <= free + count
+            taken.append(count)
+
+    loop.ledger.observe = hear
+    for _ in range(2):
+        loop.ask(Asked(1, Sampling(max_tokens=12, ignore_eos=True), 0), b"a")
+    while loop.legs.by_rid:
+        happen(loop, ("end", None) if loop.engine.busy else ("turn",))
+    assert sum(taken) == 10  # six pages each, and not one that no token went to; the first came with the prompt
+    assert max(taken) > 1 and taken[-1] == 1

@@ -21,7 +21,7 @@ from quiesce.roles.sequence import Batch, Sequence
 
 log = logging.getLogger("quiesce.steps")
 
-AHEAD = 16  # pages that an answer takes at a time while more than half of the pool is free
+AHEAD = 16  # pages that an answer takes at a time, at most: to take one costs as much as to take all of them
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,8 @@ class Steps:
         missing = pages_for(sequence.computed + count, self.page_size) - len(sequence.pages)
         if missing <= 0:
             return True
-        if sequence.seat is not None and 2 * self.ledger.pool.free > self.ledger.pool.count:
-            whole = pages_for(sequence.prompt_tokens + sequence.sampling.max_tokens, self.page_size)
-            missing = max(missing, min(AHEAD, whole - len(sequence.pages), self.ledger.pool.free))
+        if sequence.seat is not None:
+            missing = max(missing, self._ahead(sequence))
         while (grown := self.ledger.grow(sequence.tid, missing)) is None:
             juniors = [s for s in self.batch.members.values() if s.precedence > sequence.precedence]
             if not juniors:
@@ -105,6 +104,12 @@ class Steps:
         if self.running is not None:
             self.running.grow(sequence, grown)
         return True
+
+    def _ahead(self, sequence: Sequence) -> int:
+        """Pages that its answer may yet need and that it can take now: if everyone took as many, half of what is free
+        would be left."""
+        whole = pages_for(sequence.prompt_tokens + sequence.sampling.max_tokens, self.page_size)
+        return min(AHEAD, whole - len(sequence.pages), self.ledger.pool.free // (2 * len(self.batch)))
 
     def collect(self) -> bool:
         """Applies the step that has ended, if one has."""
