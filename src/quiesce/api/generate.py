@@ -181,11 +181,10 @@ class Exchange:
         check_model(wanted.model or front.model, front.model)
         if wanted.ignored:
             self._out.warn_ignored(wanted.ignored)
-        if (refusal := front.backend.refusal()) is not None:
-            raise refusal
+        limit = self._limit()
         leaving = asyncio.create_task(self._until_gone())
         try:
-            prompts = await prepare.tokenize(wanted, front.text, self._limit())
+            prompts = await prepare.tokenize(wanted, front.text, limit)
             asks = self._asks(wanted, prompts)
             self._key.afford(time.monotonic())
             answers = prepare.answers(wanted, asks, front.text)

@@ -66,14 +66,14 @@ class Dispatcher(Looking):
     # ------------------------------------------------------------ for the API
 
     def open(self, asks: Sequence[Ask]) -> Work:
-        if (refusal := self.refusal()) is not None:
-            raise refusal
         work = Work(self.feed)
         has_prompt: dict[str, Worker] = {}  # group -> the prefill worker of its first sample
         for index, ask in enumerate(asks):
-            workers = self._choose(ask, has_prompt.get(ask.group))
+            workers = None if self.draining else self._choose(ask, has_prompt.get(ask.group))
             if workers is None:
                 self._take_back(work)
+                if (refusal := self.refusal()) is not None:
+                    raise refusal
                 several = f"; this request needs room for {len(asks)}" if len(asks) > 1 else ""
                 raise unavailable(f"every worker has as many requests as it takes{several}", "overloaded")
             if ask.group and "prefill" in workers:

@@ -30,6 +30,7 @@ inline double uniform(uint64_t seed, uint64_t position) {
 
 class Sampler {
     static constexpr long FLUSH = 16;  // blocks whose float sums are added before a double takes them
+    static constexpr size_t COMING = 6;  // blocks that memory brings while one is read: it takes note of no more
     static constexpr double MARGINS[] = {4, 8, 16};  // how far below the best candidates reach, in turn, by temperature
     static constexpr double DEPTHS[] = {10, 14, 18};  // and how far blocks are weighed
     static constexpr float LOWEST = std::numeric_limits<float>::lowest();
@@ -37,19 +38,18 @@ class Sampler {
     static constexpr int NARROWED = 6;  // halvings of the gap in which the bound of top-k is looked for
     static constexpr double ROUNDED = 1.00001;  // the rest of the mass is not estimated too low
 
-    // A row of logits. What of it is read is known from its peaks: `low` is how far down blocks are wanted at first, or
-    // of a greedy row `first` is the one block, where its best token is not known.
     struct Row {
         const float *x, *peaks;
-        float best, low;
-        long first, token;
+        float best;
+        long token;  // its best, -1: not known
     };
 
     long n, blocks;
     Row row;
     double mass, rest;               // the sum of exp((x - best) / temperature) in what was weighed; at most, elsewhere
     float weighed;                   // blocks whose peak reaches this are
-    std::vector<float> own[2];       // peaks that did not come with the logits, of a row and the next
+    std::vector<float> own;          // peaks that did not come with the logits
+    std::vector<int32_t> wanted;     // blocks that are being visited
     float high;                      // candidates that reach this have been found
     size_t margins;                  // used up
     std::vector<uint64_t> found;     // candidates, each its rank: value falling, then id rising
@@ -114,12 +114,19 @@ class Sampler {
         return low;
     }
 
-    // Tells memory which blocks are about to be read: their places are in no order that it could guess.
-    void fetch(const Row &of, float low, float below) const {
-        between(of.peaks, low, below, [&](long b) { fetch(of, b); });
+    // Calls f with every block of low <= peak < below. Memory cannot guess their places, and forgets what it is asked for
+    // all at once: each is asked for a few before its turn.
+    template <class F> void visit(float low, float below, F f) {
+        wanted.clear();
+        between(row.peaks, low, below, [&](long b) { wanted.push_back((int32_t)b); });
+        for (size_t i = 0; i < std::min(COMING, wanted.size()); i++) fetch(wanted[i]);
+        for (size_t i = 0; i < wanted.size(); i++) {
+            if (i + COMING < wanted.size()) fetch(wanted[i + COMING]);
+            f(wanted[i]);
+        }
     }
-    static void fetch(const Row &of, long block) {
-        for (long i = 0; i < UNDER; i += 16) __builtin_prefetch(of.x + block * UNDER + i, 0, 2);
+    void fetch(long block) const {
+        for (long i = 0; i < UNDER; i += 16) __builtin_prefetch(row.x + block * UNDER + i, 0, 2);
     }
 
     // Weighs the blocks whose peak reaches `low`, and bounds what the others can weigh.
@@ -127,8 +134,7 @@ class Sampler {
         const Floats scale = splat((float)(1.4426950408889634 / temperature)), top = splat(row.best);
         Floats sums = {}, others = {};
         long taken = 0;
-        if (low < row.low) fetch(row, low, weighed);
-        between(row.peaks, low, weighed, [&](long b) {
+        visit(low, weighed, [&](long b) {
             each(b, [&](Floats v, long) { sums += exp2((v - top) * scale); });
             if (++taken % FLUSH == 0) mass += sum(sums), sums = Floats{};
         });
@@ -147,7 +153,7 @@ class Sampler {
 
     // Candidates of low <= value < high.
     void collect(float low, float high) {
-        between(row.peaks, low, ABOVE_ALL, [&](long b) {
+        visit(low, ABOVE_ALL, [&](long b) {
             each(b, [&](Floats v, long first) {
                 for (unsigned hits = bits((v >= low) & (v < high)); hits; hits &= hits - 1) {
                     const long k = first + __builtin_ctz(hits);
@@ -170,7 +176,7 @@ class Sampler {
     }
 
     int64_t first_best() const {
-        for (long i = row.first * UNDER;; i++)
+        for (long i = block_of(row.peaks, row.best) * UNDER;; i++)
             if (row.x[i] == row.best) return i;
     }
 
@@ -186,7 +192,9 @@ class Sampler {
     // All that min-p and top-k leave are few enough to be sorted.
     int64_t among_kept(const Wish &wish) {
         const long kept = kept_by(wish);
-        collect(row.low, ABOVE_ALL);
+        float low = kept <= blocks ? reached_by(kept, row.peaks, row.best) : LOWEST;
+        if (wish.min_p > 0) low = std::max(low, (float)(row.best + wish.temperature * std::log(wish.min_p)));
+        collect(low, ABOVE_ALL);
         if ((long)found.size() > kept) {
             std::nth_element(found.begin(), found.begin() + kept, found.end());
             found.resize(kept);
@@ -253,26 +261,6 @@ class Sampler {
 
     long kept_by(const Wish &wish) const { return wish.top_k > 0 && wish.top_k < n ? wish.top_k : n; }
 
-    // Reads a row's peaks only; what of the row itself is going to be read is on its way when this returns.
-    Row look(const float *x, const float *peaks, const Best *best, const Wish &wish) const {
-        Row seen{x, peaks, best ? best->value : peak(peaks, blocks, wish.masked), ABOVE_ALL, 0, best ? best->token : -1};
-        if (!(seen.best > NOTHING)) return seen;
-        if (wish.temperature == 0) {
-            if (!best) fetch(seen, seen.first = block_of(peaks, seen.best));
-            return seen;
-        }
-        if (wish.top_k > 0 || wish.min_p > 0) {
-            const long kept = kept_by(wish);
-            seen.low = kept <= blocks ? reached_by(kept, peaks, seen.best) : LOWEST;
-            if (wish.min_p > 0)
-                seen.low = std::max(seen.low, (float)(seen.best + wish.temperature * std::log(wish.min_p)));
-        } else {
-            seen.low = depth(0, seen.best, wish);
-        }
-        fetch(seen, seen.low, ABOVE_ALL);
-        return seen;
-    }
-
     int64_t token(const Wish &wish) {
         found.clear(), reach.clear(), ids.clear();
         if (!(row.best > NOTHING)) return -1;  // nothing may be drawn, or NaN
@@ -281,25 +269,16 @@ class Sampler {
     }
 
   public:
-    // logits [rows, vocab] and, where they are known, their peaks and bests -> the wishes' tokens. While one row is drawn
-    // from, memory brings what the next will read.
+    // logits [rows, vocab] and, where they are known, their peaks and bests -> the wishes' tokens.
     void draw(const float *logits, const float *known, const Best *bests, long rows, long vocab, Wish *wishes) {
         n = vocab, blocks = blocks_of(vocab);
-        auto seen = [&](long at) {
-            const float *x = logits + at * n, *peaks = known + at * blocks;
-            if (!known) {
-                own[at % 2].resize(blocks);
-                find_peaks(x, n, wishes[at].masked, own[at % 2].data());
-                peaks = own[at % 2].data();
-            }
-            return look(x, peaks, bests ? bests + at : nullptr, wishes[at]);
-        };
-        Row next = {};
-        if (rows) next = seen(0);
         for (long at = 0; at < rows; at++) {
-            row = next;
-            if (at + 1 < rows) next = seen(at + 1);
-            wishes[at].token = token(wishes[at]);
+            Wish &wish = wishes[at];
+            const float *x = logits + at * n;
+            if (!known) own.resize(blocks), find_peaks(x, n, wish.masked, own.data());
+            const float *peaks = known ? known + at * blocks : own.data();
+            row = {x, peaks, bests ? bests[at].value : peak(peaks, blocks, wish.masked), bests ? bests[at].token : -1};
+            wish.token = token(wish);
         }
     }
 };
