@@ -83,7 +83,7 @@ def garbage() -> bytes:
 def no_requests(serve: Product, count: int) -> None:
     """Garbage at the HTTP port."""
     for _ in range(count):
-        with socket.create_connection(("127.0.0.1", serve.port), 5.0) as raw, contextlib.suppress(OSError):
+        with socket.create_connection(("127.0.0.1", serve.port), 60.0) as raw, contextlib.suppress(OSError):
             raw.sendall(b"\x16\x03\x01" + garbage())
             raw.recv(4096)
 
@@ -97,14 +97,17 @@ def strangers_at_the_mover(serve: Product, count: int) -> None:
             raw.sendall(garbage())
 
 
-def all_told(serve: Product, before: dict[str, float], strangers: int) -> bool:
-    """Every control socket has counted so many that never became a peer's."""
+def all_told(serve: Product, before: dict[str, float], strangers: int, at_the_mover: int) -> bool:
+    """Every control socket has counted so many that never became a peer's, and the mover those that it refused."""
     failed: Counter[str] = Counter()
     for name, value in serve.metrics().items():
+        if "attach_refused" in name:
+            at_the_mover -= int(value - before.get(name, 0))
         if "handshakes_failed" in name:
             where = re.search(r'worker="([^"]+)"', name)
             failed[where[1] if where else "router"] += int(value - before.get(name, 0))
-    return len(failed) == len(control_sockets(serve)) and min(failed.values()) >= strangers
+    told = len(failed) == len(control_sockets(serve)) and min(failed.values()) >= strangers
+    return told and at_the_mover <= 0
 
 
 def half_requests(serve: Product, count: int) -> None:
@@ -113,7 +116,7 @@ def half_requests(serve: Product, count: int) -> None:
     evicted = serve.metrics()[EVICTED]
     with contextlib.ExitStack() as stack:
         for _ in range(count):
-            raw = stack.enter_context(socket.create_connection(("127.0.0.1", serve.port), 5.0))
+            raw = stack.enter_context(socket.create_connection(("127.0.0.1", serve.port), 60.0))
             with contextlib.suppress(OSError):
                 raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: q\r\nX-Slow: ")
         until(lambda: serve.metrics()[EVICTED] - evicted >= count - HEADLESS, 60, "the oldest to make room")
@@ -196,7 +199,7 @@ class Steady:
 
     def __enter__(self) -> Steady:
         self._thread.start()
-        until(lambda: self.pieces > 3, 30, "the steady stream to begin")
+        until(lambda: self.pieces > 3, 60, "the steady stream to begin")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -230,7 +233,7 @@ def flood(serve: Product, rooms: int, connections: int, requests: int) -> dict[s
             half_requests(serve, requests)
             assert serve.ask([30, 31, 32]) == right
         assert not steady.errors, steady.errors
-    until(lambda: all_told(serve, counted, 2 * connections), 30, "every stranger to be counted")
+    until(lambda: all_told(serve, counted, 2 * connections, connections), 60, "every stranger to be counted")
     now = serve.metrics()
     kinds = (
         "handshakes_failed",
