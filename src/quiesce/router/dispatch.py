@@ -36,7 +36,7 @@ _Workers = dict[rq.Side, Worker]
 
 SWEEP_SECONDS = 0.25
 CANCEL_SECONDS = 0.5  # first wait for the answer to a cancel; doubles with each try
-CLEAR_SECONDS = 0.7  # within which a failed attempt must be known to be over, for another one to follow
+CLEAR_SECONDS = 5.0  # within which a failed attempt must be known to be over, for another one to follow
 
 
 class Dispatcher(Looking):
