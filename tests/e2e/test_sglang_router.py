@@ -49,7 +49,7 @@ def front(tiny: Path) -> Iterator[Front]:
         router = subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
         stack.callback(_end, router)
         http = stack.enter_context(httpx.Client(base_url=url, timeout=60))
-        until(lambda: _ready(http, router), 60, "SGLang's router to have both workers")
+        until(lambda: _ready(http, router), 170, "SGLang's router to have both workers")
         client = stack.enter_context(openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60))
         yield Front(product, url, prefill, decode, http, client)
 
@@ -150,8 +150,8 @@ def test_abort_of_exactly_one_id_frees_both_legs(front: Front) -> None:
         while "content" not in next(lines):
             pass
         abort = f"{front.decode}/abort_request"
-        assert httpx.post(abort, json={"rid": "the-o"}).json() == {"aborted": 0}, "a prefix is another id"
-        assert httpx.post(abort, json={"rid": "the-one"}).json() == {"aborted": 1}
+        assert httpx.post(abort, json={"rid": "the-o"}, timeout=60).json() == {"aborted": 0}, "a prefix is another id"
+        assert httpx.post(abort, json={"rid": "the-one"}, timeout=60).json() == {"aborted": 1}
         rest = list(lines)
     assert any("aborted by /abort_request" in line for line in rest) and "data: [DONE]" not in rest
     front.product.check_idle(front.product.boot)
@@ -169,16 +169,18 @@ def test_abort_of_exactly_one_id_frees_both_legs(front: Front) -> None:
 )
 def test_a_bootstrap_address_that_is_no_peer_is_refused(front: Front, fields: dict[str, Any], says: str) -> None:
     body = {"model": front.product.name, "messages": MESSAGES, "max_tokens": 4} | fields
-    answer = httpx.post(f"{front.decode}/v1/chat/completions", json=body)
+    answer = httpx.post(f"{front.decode}/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 400 and says in answer.json()["error"]["message"], answer.text
     assert not front.product.busy()
 
 
 def test_the_pages_that_routers_read(front: Front) -> None:
     for base, mode in ((front.prefill, "prefill"), (front.decode, "decode")):
-        info = httpx.get(f"{base}/get_server_info").json()
+        info = httpx.get(f"{base}/get_server_info", timeout=60).json()
         assert info["disaggregation_mode"] == mode and info["page_size"] == 16
-        assert httpx.get(f"{base}/get_model_info").json()["served_model_name"] == front.product.name
-        assert httpx.get(f"{base}/v1/models").json()["data"][0]["max_model_len"] == info["max_req_input_len"]
+        assert httpx.get(f"{base}/get_model_info", timeout=60).json()["served_model_name"] == front.product.name
+        assert (
+            httpx.get(f"{base}/v1/models", timeout=60).json()["data"][0]["max_model_len"] == info["max_req_input_len"]
+        )
         for page in ("health", "health_generate", "get_load", "flush_cache"):
-            assert httpx.get(f"{base}/{page}").status_code == 200
+            assert httpx.get(f"{base}/{page}", timeout=60).status_code == 200
