@@ -13,6 +13,7 @@ import zmq.asyncio
 from quiesce.channel.frames import ARRIVALS, MONITOR_AT_ONCE, Counts, Framing, LinkEvent, LinkState, Received, watch
 from quiesce.channel.keys import KeyPair
 from quiesce.channel.options import configure_link, configure_listener, remove_socket_file
+from quiesce.channel.sockets import readable
 from quiesce.core.codec import Codec
 from quiesce.core.messages import Wire
 
@@ -56,9 +57,11 @@ class _AsyncEnd:
         while not found:
             flags = 0
             for _ in range(limit):
+                if flags and not readable(socket):
+                    break
                 try:
                     frames: list[Any] = await socket.recv_multipart(flags, copy=False)
-                except zmq.Again:
+                except zmq.Again:  # whose it was has gone in between
                     break
                 if (parsed := parse(frames)) is not None:
                     found.append(parsed)

@@ -60,7 +60,7 @@ def send(framing: Framing, socket: zmq.Socket[bytes], to: list[bytes], message: 
     return True
 
 
-def readable(socket: zmq.Socket[bytes]) -> bool:
+def readable(socket: zmq.Socket[Any]) -> bool:
     return bool(int(socket.getsockopt(zmq.EVENTS)) & READABLE)
 
 
