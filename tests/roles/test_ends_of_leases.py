@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from quiesce.core.machine import Action, Closed, Lost
 from quiesce.core.messages import Sampling, TransferId
 from quiesce.core.pages import PagePool
 from quiesce.roles.decode import DecodeWorker
+from quiesce.roles.legs import OVERDUE
 from quiesce.roles.prefill import PrefillWorker
 from quiesce.roles.sequence import Sequence
 
@@ -53,3 +55,18 @@ def test_h2_a_copy_that_fails_keeps_no_lease() -> None:
     with pytest.raises(RuntimeError, match="no memory"):
         PrefillWorker._copy_prompt(fake, sibling, sibling)
     assert pages.end(tid) and pages.census().free == 8
+
+
+def test_a_deadline_that_prefill_is_the_first_to_see_is_the_deadline_and_nobodys_fault() -> None:
+    """On a busy machine a leg may arrive here a second after the other one arrived there."""
+    said: list[tuple[int, str]] = []
+    tid = TransferId(D, 1)
+    leg = SimpleNamespace(arrived=time.monotonic(), start=SimpleNamespace(deadline_ms=60_000, probe=False))
+    fake: Any = SimpleNamespace(
+        generation=SimpleNamespace(by_tid={tid: leg}, leave=lambda tid: None),
+        transfers_failed=0,
+        say_end=lambda leg, outcome, status, reason, fault: said.append((status, fault)),
+    )
+    for reason in (f"{OVERDUE} 60 s", "the write failed"):
+        DecodeWorker._lost(fake, tid, reason)
+    assert said == [(504, ""), (502, "peer")]

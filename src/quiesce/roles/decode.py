@@ -22,7 +22,7 @@ from quiesce.engine.engine import Engine
 from quiesce.engine.sampler import Sampled
 from quiesce.roles.answering import AnsweringWorker
 from quiesce.roles.late import Asking
-from quiesce.roles.legs import WorkerLeg, lost_to
+from quiesce.roles.legs import OVERDUE, WorkerLeg, lost_to
 from quiesce.roles.null_peers import NullPrefill
 from quiesce.roles.prefill_peers import Ends, NoLink, PrefillPeers
 from quiesce.roles.proving import check_transport
@@ -259,6 +259,7 @@ class DecodeWorker(AnsweringWorker):
             self.transfers_failed += not leg.start.probe
             # Both legs have the request's deadline, and prefill's clock may be the first to say so.
             due = time.monotonic() > leg.arrived + leg.start.deadline_ms / 1000 - DEADLINE_SKEW
+            due = due or reason.startswith(OVERDUE)
             status = 504 if due else 503 if reason == PEER_FULL else 502
             self.say_end(leg, "failed", status, f"the hand-off failed: {reason}", "" if due else lost_to(reason))
 

@@ -202,6 +202,7 @@ class Legs:
         return [leg for leg in self.by_rid.values() if leg.router == router]
 
 
+OVERDUE = "not finished within"  # its deadline; the other leg has the same and may hear of it before its own clock
 UNPAIRED = "no request for room"  # only one leg of it has come: the router that sends both was late
 
 

@@ -40,7 +40,7 @@ from quiesce.engine.engine import Engine, Result
 from quiesce.roles.admitting import hold_budget, refusal
 from quiesce.roles.compiling import Compiler
 from quiesce.roles.engine_thread import EngineThread
-from quiesce.roles.legs import Legs, WorkerLeg
+from quiesce.roles.legs import OVERDUE, Legs, WorkerLeg
 from quiesce.roles.meters import Holds, Transfers, Waits
 from quiesce.roles.ownership import OwnershipLog
 from quiesce.roles.proving import worn_out
@@ -303,7 +303,7 @@ class Worker(ABC):
 
     def _deadline(self, leg: WorkerLeg) -> None:
         if self.legs.by_rid.get(leg.rid) is leg:
-            self.give_up(leg, "failed", 504, f"not finished within {leg.start.deadline_ms / 1000:.0f} s")
+            self.give_up(leg, "failed", 504, f"{OVERDUE} {leg.start.deadline_ms / 1000:.0f} s")
 
     # ------------------------------------------------------------ the last word
 
