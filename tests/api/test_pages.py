@@ -83,7 +83,7 @@ async def test_a_body_over_the_limit_is_413_here_too(tmp_path: Path, text: TextM
 
 async def test_ready_follows_the_workers_and_the_draining(tmp_path: Path, text: TextModel) -> None:
     held = [{"role": "decode", "hold": True}]
-    async with cluster(tmp_path, text, held, drain_timeout=5.0) as c:
+    async with cluster(tmp_path, text, held, drain_timeout=30.0) as c:
         answer = await c.client.get("/ready")
         assert answer.status_code == 503 and not answer.json()["ready"]
         assert "no prefill worker" in answer.json()["reason"]

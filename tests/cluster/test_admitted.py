@@ -60,9 +60,11 @@ def last_word(cluster: Cluster, request: LabRequest, name: str, seconds: float =
     return request.ends[name][0]
 
 
-def idle(cluster: Cluster) -> None:
+def as_idle_as(cluster: Cluster, before: dict[str, dict[str, Any]]) -> None:
+    """A write that never ends may be there already."""
+    known = {name: set(not_idle(state)) for name, state in before.items()}
     for name in PAIR:
-        cluster.until(lambda name=name: not not_idle(cluster.inspect(name)), 30, f"{name} to be idle")
+        cluster.until(lambda name=name: set(not_idle(cluster.inspect(name))) <= known[name], 30, f"{name} to be idle")
 
 
 @pytest.fixture(scope="module")
@@ -96,13 +98,14 @@ def test_n6_a_probe_goes_through_each_worker_without_the_other_and_counts_nowher
         probes = [ask(pair, [0], [name], tokens=2, probe=True) for name in PAIR]
         for name, probe in zip(PAIR, probes, strict=True):
             last_word(pair, probe, name, 30)
-    idle(pair)
+    as_idle_as(pair, before)
     for name in PAIR:
         after = pair.inspect(name)
         assert after["steps"] > before[name]["steps"], "its engine took part"
         for unchanged in ("legs_started", "legs_ended", "prompt_tokens_computed", "faults", "fds", "threads"):
             assert after[unchanged] == before[name][unchanged], unchanged
-        assert not after.get("records") and not after.get("transfers"), "nothing is remembered of them"
+        for remembered in ("records", "transfers"):
+            assert after.get(remembered) == before[name].get(remembered), "nothing is remembered of them"
 
 
 def test_d6_a_tenant_whose_holds_use_up_its_budget_is_refused_and_others_and_running_work_go_on(
@@ -174,10 +177,17 @@ def test_d3_what_all_workers_have_agreed_on_refuses_both_legs_whatever_each_coul
             took.append(time.monotonic() - began)
         assert min(took) < AT_ONCE, "nothing is waited for"
         assert before == {name: pair.inspect(name)["leases_opened"] for name in PAIR}
+        if not pair.inspect("prefill-0")[
+            "posts"
+        ]:  # the test above did not run: the write that never ends is the first
+            first = ask(pair, PROMPT)
+            pair.until(lambda: pair.inspect("prefill-0")["posts"] > 0, 30, "the write that never ends")
+            pair.cancel(first)
         fits = ask(pair, [5] * 192, tokens=8)
         assert (ended := last_word(pair, fits, "decode-0")).outcome == "length", ended
     finally:
         pair.limit = 0
+        pair.until(lambda: all(pair.inspect(name)["agreed_limit"] == 0 for name in PAIR), 30, "both to be told")
 
 
 def test_an_answer_that_was_begun_elsewhere_goes_on_exactly(pair: Cluster, oracle: Oracle) -> None:
