@@ -63,8 +63,8 @@ def uncounted(self: Codec, frame: Any) -> Any:
 
 
 def lenient(self: Codec, frame: Any) -> Any:
-    """Takes a message that more bytes follow."""
-    for size in range(len(frame), 0, -1) if len(frame) < 99 else ():
+    """Takes a message that more bytes follow, if it is short."""
+    for size in range(len(frame), 0 if len(frame) < 99 else len(frame) - 1, -1):
         try:
             return self._decoder.decode(frame[:size])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
