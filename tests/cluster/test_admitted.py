@@ -177,9 +177,7 @@ def test_d3_what_all_workers_have_agreed_on_refuses_both_legs_whatever_each_coul
             took.append(time.monotonic() - began)
         assert min(took) < AT_ONCE, "nothing is waited for"
         assert before == {name: pair.inspect(name)["leases_opened"] for name in PAIR}
-        if not pair.inspect("prefill-0")[
-            "posts"
-        ]:  # the test above did not run: the write that never ends is the first
+        if not pair.inspect("prefill-0")["posts"]:  # by itself: the first write, which never ends, is yet to come
             first = ask(pair, PROMPT)
             pair.until(lambda: pair.inspect("prefill-0")["posts"] > 0, 30, "the write that never ends")
             pair.cancel(first)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from quiesce.lab.cells import CELLS, Cell, Lane
-from quiesce.lab.crash import Matrix
+from quiesce.lab.crash import SLACK, Matrix
 from quiesce.lab.patient import DECODE, PAIR, PatientRouter
 from quiesce.lab.storm import Plan
 from quiesce.lab.storms import WORDS, events, storm, storm_cluster
@@ -53,7 +53,7 @@ def pair_of(tiny: Path, oracle: Oracle) -> Iterator[Callable[[Lane], Matrix]]:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="qs-", ignore_cleanup_errors=True))
                 settings = {"transfer": lane.transfer, "direction": lane.direction}
                 cluster = stack.enter_context(PatientRouter(tiny, Path(folder), hold_timeout=2.0, **settings))
-                living[lane] = Matrix(cluster, oracle, slack=25.0)
+                living[lane] = Matrix(cluster, oracle, slack=SLACK)
             return living[lane]
 
         yield of

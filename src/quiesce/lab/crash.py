@@ -28,6 +28,7 @@ from quiesce.lab.worker import Faults
 ROLES = ("prefill", "decode")
 
 HEARD_WITHIN = 5.0  # seconds from a death to the client's error
+SLACK = 25.0  # seconds on top where the machine may be anything; `make soak` has none
 SHORT = 0.6  # seconds of a short stop
 AWAY = 0.5  # seconds without a router
 PROMPT = 120  # tokens

@@ -13,7 +13,6 @@ import zmq
 from quiesce.core.admission import pages_for
 from quiesce.core.lender import End, Lender, PeerLost, Publish, Verified
 from quiesce.core.lender import Event as LenderEvent
-from quiesce.core.lending import PEER_FULL
 from quiesce.core.machine import Action, Arm, Closed, Committed, Fired, Heard, Lost, Revoke, Send, Verify
 from quiesce.core.messages import Await, HandOff, Ping, Pong, Reached, Sample, TransferId
 from quiesce.core.pull_reader import Event as ReaderEvent
@@ -22,7 +21,7 @@ from quiesce.engine.engine import Engine
 from quiesce.engine.sampler import Sampled
 from quiesce.roles.answering import AnsweringWorker
 from quiesce.roles.late import Asking
-from quiesce.roles.legs import OVERDUE, WorkerLeg, lost_to
+from quiesce.roles.legs import WorkerLeg, loss_of
 from quiesce.roles.null_peers import NullPrefill
 from quiesce.roles.prefill_peers import Ends, NoLink, PrefillPeers
 from quiesce.roles.proving import check_transport
@@ -259,9 +258,8 @@ class DecodeWorker(AnsweringWorker):
             self.transfers_failed += not leg.start.probe
             # Both legs have the request's deadline, and prefill's clock may be the first to say so.
             due = time.monotonic() > leg.arrived + leg.start.deadline_ms / 1000 - DEADLINE_SKEW
-            due = due or reason.startswith(OVERDUE)
-            status = 504 if due else 503 if reason == PEER_FULL else 502
-            self.say_end(leg, "failed", status, f"the hand-off failed: {reason}", "" if due else lost_to(reason))
+            status, fault = loss_of(reason, due)
+            self.say_end(leg, "failed", status, f"the hand-off failed: {reason}", fault)
 
     def fire(self, payload: object) -> None:
         assert isinstance(payload, Fired)

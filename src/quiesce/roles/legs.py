@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from quiesce.core.holding import ACCESS_REVOKED
+from quiesce.core.lending import PEER_FULL
 from quiesce.core.messages import (
     Control,
     Drawn,
@@ -203,12 +204,16 @@ class Legs:
 
 
 OVERDUE = "not finished within"  # its deadline; the other leg has the same and may hear of it before its own clock
-UNPAIRED = "no request for room"  # only one leg of it has come: the router that sends both was late
+LONE = "no request for room"  # only one leg of it has come: the router that sends both was late
 
 
-def lost_to(reason: str) -> Whose:
-    """Whose fault it is that a hand-off to this worker was lost."""
-    return "router" if reason.startswith(UNPAIRED) else "peer"
+def loss_of(reason: str, due: bool) -> tuple[int, Whose]:
+    """Status and fault of a hand-off to this worker that was lost. `due`: its deadline is over here."""
+    if due or reason.startswith(OVERDUE):
+        return 504, ""
+    if reason.startswith(LONE):
+        return 502, "router"
+    return 503 if reason == PEER_FULL else 502, "peer"
 
 
 def fault_of(reason: str) -> tuple[int, Whose]:

@@ -34,7 +34,7 @@ from quiesce.core.messages import Await, Busy, FirstToken, HandOff, Leg, Offer, 
 from quiesce.engine.engine import Engine, Result
 from quiesce.roles.decode_peers import DecodePeers
 from quiesce.roles.late import Turns
-from quiesce.roles.legs import UNPAIRED, WorkerLeg, fault_of
+from quiesce.roles.legs import LONE, WorkerLeg, fault_of
 from quiesce.roles.null_peers import NullDecode
 from quiesce.roles.posts import Posts
 from quiesce.roles.proving import check_transport
@@ -174,7 +174,7 @@ class PrefillWorker(Worker):
     def _orphaned(self, job: Job) -> None:
         if job.request is None:
             self.unpaired += 1
-            self.fault(job.leg, f"{UNPAIRED} {job.room} arrived within {ORPHAN_SECONDS:.0f} s")
+            self.fault(job.leg, f"{LONE} {job.room} arrived within {ORPHAN_SECONDS:.0f} s")
 
     def _pair(self, job: Job, request: WorkerLeg) -> None:
         """What was asked for and the request are compared before anything is lent or posted (guard L9)."""
