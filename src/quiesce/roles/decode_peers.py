@@ -169,5 +169,10 @@ class DecodePeers:
         if known.peer is not None:
             self._transport.disconnect(known.peer)
 
+    @property
+    def half_open(self) -> int:
+        """Handshakes whose CONFIRM has not come, or never will: of their peers nothing is known."""
+        return sum(peer.handshake.peer is None for peer in self._by_sender.values())
+
     def __len__(self) -> int:
         return len(self._by_sender)

@@ -379,6 +379,7 @@ class PrefillWorker(Worker):
             "offers": len(self.by_leg),
             "transport": self.transport.report(),
             "sessions": len(self.peers),
+            "half_open": self.peers.half_open,
             "stale": self.standing().stale,
             **self.machine_tables(),
         }
