@@ -140,7 +140,10 @@ class PrefillPeers:
         heard: list[tuple[int, Wire]] = []
         lost: list[int] = []
         before, self._turned = self._turned, time.monotonic()
-        rounds = INBOX_ROUNDS if self._turned - before > PAUSE else 1
+        rounds = 1
+        if self._turned - before > PAUSE:
+            rounds = INBOX_ROUNDS
+            self._was_away(self._turned - before)
         for epoch, peer in list(self.peers.items()):
             for _ in range(rounds):
                 messages = peer.link.receive()
@@ -163,6 +166,13 @@ class PrefillPeers:
                 continue
             self.drop(epoch)
         return heard, lost
+
+    def _was_away(self, seconds: float) -> None:
+        """In that time nobody could be reached, and nobody's answer be heard: it counts for none of them."""
+        for peer in self.peers.values():
+            peer.opened = min(peer.opened + seconds, self._turned)
+            if peer.down_at is not None:
+                peer.down_at = min(peer.down_at + seconds, self._turned)
 
     def _session(self, peer: PrefillPeer, message: Wire) -> bool:
         if isinstance(message, Welcome):
