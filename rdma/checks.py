@@ -20,6 +20,7 @@ from quiesce.transfer.arena import shared_arena
 from quiesce.transfer.conformance import CHECKS, bench, check_engine
 from quiesce.transfer.conformance.run import capabilities
 from quiesce.transfer.interface import Arena
+from quiesce.transfer.leaving import leave
 from quiesce.transfer.mooncake import MooncakeEngine
 from quiesce.transfer.nixl import NixlEngine
 
@@ -76,4 +77,6 @@ def main(label: str, seconds: float, names: list[str]) -> int:
 
 if __name__ == "__main__":
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    sys.exit(main(sys.argv[1], float(sys.argv[2]), sys.argv[3:]))
+    code = main(sys.argv[1], float(sys.argv[2]), sys.argv[3:])
+    leave(code)
+    sys.exit(code)

@@ -228,8 +228,11 @@ def conformance(
     quiesce conformance nixl/tcp --check fence_is_final --json
     """
     from quiesce.transfer.conformance.run import command  # noqa: PLC0415
+    from quiesce.transfer.leaving import leave  # noqa: PLC0415
 
-    return command(engine, list(check), as_json=json)
+    code = command(engine, list(check), as_json=json)
+    leave(code)
+    return code
 
 
 @app.command(sort_key=9)

@@ -14,7 +14,7 @@ from quiesce import cli
 from quiesce.engine.errors import EngineError
 from quiesce.roles.assembly import make_transport
 from quiesce.roles.settings import SettingsError, WorkerSettings
-from quiesce.transfer import nixl, registry
+from quiesce.transfer import leaving, nixl, registry
 from quiesce.transfer.registry import MissingEngine, Setup
 from quiesce.transfer.shm import ShmTransport
 from quiesce.transfer.trial import trial
@@ -107,12 +107,15 @@ def test_an_engine_can_be_plugged_in_and_put_to_the_test(
     transport = make_transport(settings(tmp_path, transfer="someones"))
     assert transport.caps.label == "tcp"
     transport.close_all()
+    left: list[int] = []
+    monkeypatch.setattr(leaving, "leave", left.append)  # it may end this process
     assert cli.main(["conformance", "someones", "--check", "placed_means_visible"]) == 0
     assert "ok " in capsys.readouterr().out
     assert cli.main(["conformance", "nobodys"]) == 2
     assert "no transfer engine 'nobodys'" in capsys.readouterr().err
     assert cli.main(["conformance", "tcp", "--check", "nothing"]) == 2
     assert "there is no check 'nothing'" in capsys.readouterr().err
+    assert left == [0, 2, 2]
 
 
 def test_half_of_tls_is_refused(tmp_path: Path) -> None:

@@ -92,8 +92,9 @@ class NixlEngine:
     def _pin(self) -> None:
         """UCX reads its settings from the environment, anew for each agent."""
         os.environ["UCX_TLS"] = _TLS[self.lane]
-        if self.lane != "rc":  # its modules for verbs bring a second libnl, and the process crashes when it exits
-            os.environ["UCX_MODULES"] = "^ib"
+        # Two copies of libnl in a process crash it when it exits: NIXL's modules for verbs bring one, the module for
+        # EFA, which has no rc, brings the system's through libefa.
+        os.environ["UCX_MODULES"] = "^efa" if self.lane == "rc" else "^ib"
         os.environ.pop("UCX_NET_DEVICES", None)
         if self.devices:
             os.environ["UCX_NET_DEVICES"] = self.devices
