@@ -28,7 +28,8 @@ def test_l9_legs_about_different_prompts_are_refused_and_nothing_is_posted(
         request = LabRequest(secrets.token_hex(8), PROMPTS["prefill-0"], tuple(PROMPTS), time.monotonic())
         cluster.requests[request.rid] = request
         prefill = cluster.workers["prefill-0"].address
-        for name, prompt in (("decode-0", other), ("prefill-0", PROMPTS["prefill-0"])):
+        # Prefill's first: an offer waits for its leg for two seconds only.
+        for name, prompt in (("prefill-0", PROMPTS["prefill-0"]), ("decode-0", other)):
             sampling = Sampling(max_tokens=4, ignore_eos=True)
             address = prefill if name == "decode-0" else None
             cluster._send(name, Start(request.rid, ROUTER_EPOCH, 7, prompt, sampling, 30_000, address))
