@@ -21,6 +21,7 @@ from quiesce.transfer.interface import Access, Capabilities, PeerLost, Transport
 PAGES, PAGE_BYTES = 256, 64 << 10
 ALL = list(range(PAGES))
 PATIENCE = 20.0  # seconds until a condition that must come true counts as failed
+START_PATIENCE = 150.0  # ... that waits for a process to start: on a busy machine its libraries take long to load
 WATCH_FOR_LATE = 0.06  # seconds; a copy in flight takes about 4 ms
 RUN_PARTY = "import sys; from quiesce.transfer.conformance.party import main; main(sys.argv[1:])"
 SENTINEL = 0xEE  # no source page holds it
@@ -52,6 +53,7 @@ class Far:
         self.epoch = secrets.randbits(63)
         self.seen: dict[int, str] = {}  # outcomes by post
         self._bench = bench
+        self._started = False  # it has answered a command
         numbers = map(str, (self.epoch, PAGES, PAGE_BYTES))
         self._process = subprocess.Popen(
             [sys.executable, "-c", RUN_PARTY, engine, str(run_dir), *numbers],
@@ -73,7 +75,9 @@ class Far:
         process.stdin.write(json.dumps([name, values]).encode() + b"\n")
         process.stdin.flush()
         out = process.stdout
-        self._bench.until(lambda: select.select([out], [], [], 0)[0], f"an answer to {name}", [out])
+        patience = PATIENCE if self._started else START_PATIENCE
+        self._bench.until(lambda: select.select([out], [], [], 0)[0], f"an answer to {name}", [out], patience)
+        self._started = True
         line = out.readline()
         require(line, f"the party died in {name}")
         return json.loads(line)
@@ -179,16 +183,19 @@ class Bench:
         if not held(near.transport.caps):
             raise NotClaimed(f"{near.transport.caps.label} does not claim {what}")
 
-    def until(self, condition: Callable[[], Any], what: str, also: list[Any] | None = None) -> Any:
-        """The condition's first true value, or Nonconforming after PATIENCE seconds."""
-        deadline = time.monotonic() + PATIENCE
+    def until(
+        self, condition: Callable[[], Any], what: str, also: list[Any] | None = None, patience: float | None = None
+    ) -> Any:
+        """The condition's first true value, or Nonconforming after `patience` seconds, PATIENCE when None."""
+        patience = PATIENCE if patience is None else patience
+        deadline = time.monotonic() + patience
         while True:
             for near in self._near:
                 near.turn()
             value = condition()
             if value:
                 return value
-            require(time.monotonic() < deadline, f"waited {PATIENCE:.0f} s in vain for {what}")
+            require(time.monotonic() < deadline, f"waited {patience:.0f} s in vain for {what}")
             select.select([*(near.transport for near in self._near), *(also or [])], [], [], 0.02)
 
     def attach(self, poster: Far, lender: Near) -> int:
@@ -215,7 +222,7 @@ class Bench:
         """The pages were given away on a proof: they must now stay as their new owner left them."""
         near.wipe()
         deadline = time.monotonic() + WATCH_FOR_LATE
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and near.untouched():
             near.turn()
         changed = np.flatnonzero((near.arena.pages != SENTINEL).any(axis=1))
         require(not len(changed), f"{len(changed)} pages changed after the proof: {why}")
