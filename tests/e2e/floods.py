@@ -165,7 +165,7 @@ def fake_rooms(serve: Product, count: int) -> Counter[str]:
             speaker.send(codec.encode(start))
             while hear(0):
                 pass
-        while len(ended) < count and hear(10_000):
+        while len(ended) < count and hear(60_000):
             pass
     finally:
         context.destroy(linger=0)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from e2e.conftest import QUICK, SIZES, short_folder, warmed
-from e2e.product import Product, until
+from e2e.product import START_SECONDS, Product, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -91,7 +91,7 @@ def kill_under(two: Product, victim: str, clients: list[Client]) -> None:
         os.kill(pid, signal.SIGKILL)
         for _, future in pairs:
             future.result()
-    until(lambda: len(two.epochs()) == 3 and two.healthy(), 60, "the dead one to be back")
+    until(lambda: len(two.epochs()) == 3 and two.healthy(), START_SECONDS, "the dead one to be back")
     two.check_idle()
 
 

@@ -113,7 +113,7 @@ def run(hub: Hub, tmp_path: Path, *arguments: str, **environment: str) -> subpro
         env={**os.environ, **settings},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=170,
         check=False,
     )
 

@@ -190,7 +190,7 @@ def test_the_mover_maps_only_memory_that_cannot_kill_it(
     descriptor = wire.Descriptor("shm", str(tmp_path / "x"), b"token", 0xE, 0, PAGES, PAGE_BYTES)
     pair.poster.transport.connect(msgspec.msgpack.encode(descriptor), pair.poster.epoch)
     mover, _ = listener.accept()
-    mover.settimeout(10)
+    mover.settimeout(60)
     assert mover.recv(1000)
     assert wire.send(mover, wire.Challenge(b"nonce"))
     assert mover.recv(1000) == msgspec.msgpack.encode(wire.Answer(b"nonce"))

@@ -27,7 +27,7 @@ sys.exit(_run_worker(run, SimpleNamespace(log_level="warning", log_format="text"
 
 def test_the_interpreter_does_not_end_under_a_call_of_an_engine() -> None:
     """C++ that comes back to an interpreter which has ended aborts the process, and its exit code is lost."""
-    ended = subprocess.run([sys.executable, "-c", WORKER], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", WORKER], capture_output=True, text=True, timeout=170, check=False)
     assert (ended.returncode, ended.stdout) == (75, "") and "quiesce-courier" in ended.stderr
 
 
