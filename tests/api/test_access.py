@@ -177,6 +177,7 @@ async def test_a_tenant_reaches_both_legs_with_a_salt_and_its_key_is_never_logge
         assert caught.value.response.headers["retry-after"] == "1"
         c.decode.tokens(rid, 40, 41)
         c.decode.end(rid, "length")
+    await c.heard(1)
     for worker in (c.prefill, c.decode):
         (start,) = worker.starts.values()
         assert start.tenant == "acme" and start.salt == "acme\0mine"

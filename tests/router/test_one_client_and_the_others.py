@@ -75,7 +75,7 @@ async def test_d7_requests_that_wait_on_one_connection_are_bounded(held: Cluster
 async def test_d7_connections_without_a_whole_request_make_room_the_oldest_first(held: Cluster) -> None:
     gate: Gate = held.router._gate
     running = await opened(held, request(STREAM))
-    await until(lambda: held.decode.active)
+    await until(lambda: held.decode.active and held.prefill.active)
     between, half = await opened(held, PAGE), await opened(held, HALF)
     assert b"200 OK" in await between[0].readuntil(b"}")
     await until(lambda: len(gate.spare) == 2)
