@@ -26,7 +26,7 @@ FAULTS = ("400", "500", "refuse", "reset", "stall", "kill")
 PHASES = ("before", "during", "after")
 IN_TIME = 20.0  # seconds, on any machine; the deadline of a request is minutes
 # A worker that says nothing may only be stopped: its requests wait for the hold timeout, which is short here.
-# Both workers and the router share a process here: what stops one of them for a second must not be a lost worker.
+# It counts from the blow to the next request: what stops a thread for a second before must not be a lost worker.
 STALLED = Patience(silent=0.5, lost=1.5, forgotten=60.0)
 HELD = ({"role": "prefill", "hold": True}, {"role": "decode", "hold": True})
 CELLS = list(itertools.product(SIDES, FAULTS, PHASES, (False, True)))
@@ -52,6 +52,7 @@ def strike(c: Cluster, worker: FakeWorker, fault: str, rid: str | None) -> None:
             worker.unplug()
             worker.plug_in()
         case "stall":
+            c.router.dispatcher.registry.patience = STALLED
             worker.silent = worker.hold = worker.deaf = True
             worker.on_start = None
         case "kill":
@@ -69,7 +70,7 @@ async def begin(c: Cluster, stream: bool) -> tuple[asyncio.Task[Any], str]:
 @pytest.mark.parametrize(("side", "fault", "phase", "stream"), CELLS)
 async def test_leg_failure(tmp_path: Path, text: TextModel, side: str, fault: str, phase: str, stream: bool) -> None:
     loop = asyncio.get_running_loop()
-    async with cluster(tmp_path, text, HELD, STALLED if fault == "stall" else None) as c:
+    async with cluster(tmp_path, text, HELD) as c:
         worker, other = (c.prefill, c.decode) if side == "prefill" else (c.decode, c.prefill)
         if phase == "before":
             if fault in ("400", "500", "reset"):
@@ -116,6 +117,7 @@ async def clean(c: Cluster, worker: FakeWorker, fault: str) -> None:
     if fault == "refuse":
         worker.plug_in()
     if fault == "stall":
+        c.router.dispatcher.registry.patience = Patience()
         worker.silent = worker.deaf = False
         for rid in list(worker.active):
             worker.end(rid, "cancelled", 499)

@@ -62,14 +62,14 @@ async def test_a_new_epoch_under_the_same_name_ends_the_legs_of_the_old_one(tmp_
 async def test_scenario_d22_requests_of_a_stopped_worker_wait_for_the_hold_timeout_and_late_ones_are_told_at_once(
     tmp_path: Path, text: TextModel
 ) -> None:
-    patience = Patience(silent=0.8, lost=4.0)
-    async with cluster(tmp_path, text, [{"role": "prefill"}, {"role": "decode", "hold": True}], patience) as c:
+    async with cluster(tmp_path, text, [{"role": "prefill"}, {"role": "decode", "hold": True}]) as c:
         streaming = asyncio.create_task(c.chat(stream=True, max_tokens=2))
         rid = await until(lambda: next(iter(c.decode.active), None))
         c.decode.tokens(rid, 40)
         await until(lambda: c.router.dispatcher._calls[rid].machine.tokens == 1)
         waiting = [asyncio.create_task(c.chat()) for _ in range(8)]
         await until(lambda: len(c.decode.active) == 9)
+        c.router.dispatcher.registry.patience = Patience(silent=0.8, lost=6.0)
         c.decode.silent = True
         await until(lambda: not c.router.dispatcher.health()[0])
         late = await c.chat()
@@ -108,10 +108,11 @@ async def test_scenario_d97_a_request_that_may_have_started_is_never_sent_again(
         first, second = c.worker("decode-0"), c.worker("decode-1")
         await until(lambda: len(first.active) + len(second.active) == 20 or any(w.done() for w in waiting))
         assert [(await w).text for w in waiting if w.done()] == []
-        assert len(first.active) == 10
+        lost = len(first.active)  # about half of them: a heartbeat that comes meanwhile shifts the weights
+        assert 0 < lost < 20
         first.kill()
-        await until(lambda: sum(w.done() for w in waiting) == 10)
-        assert len(second.starts) == 10 and not set(first.starts) & set(second.starts)
+        await until(lambda: sum(w.done() for w in waiting) == lost)
+        assert len(second.starts) == 20 - lost and not set(first.starts) & set(second.starts)
         second.kill()
         assert {(await w).status_code for w in waiting} == {502}
 
