@@ -39,7 +39,7 @@ class FakeCluster:
             lambda name, epoch: self.told.append((name, epoch)),
             self._on_ready,
             Console(list(scripts), self.stream),
-            timing or Timing(drain=5.0, start=10.0, grace=5.0),
+            timing or Timing(drain=30.0, start=60.0, grace=30.0),
             dict(os.environ),
         )
 

@@ -132,7 +132,7 @@ def test_a_second_stop_cuts_the_drain_short(tmp_path: Path) -> None:
         "n=0; trap 'n=$((n+1)); echo {name} >> {log}; [ $n = 2 ] && exit 0' TERM; "
         "echo up; while :; do sleep 0.02; done"
     )
-    cluster = FakeCluster(tmp_path, {"router": stubborn}, {"router"}, Timing(drain=60, start=10, grace=10))
+    cluster = FakeCluster(tmp_path, {"router": stubborn}, {"router"}, Timing(drain=60, start=60, grace=30))
 
     async def story() -> None:
         await cluster.until(lambda: cluster.ready_calls)
@@ -148,7 +148,7 @@ def test_a_second_stop_cuts_the_drain_short(tmp_path: Path) -> None:
 
 def test_a_straggler_is_killed_with_everything_it_started(tmp_path: Path) -> None:
     deaf = "trap '' TERM; sleep 600 & echo started; while :; do sleep 0.02; done"
-    cluster = FakeCluster(tmp_path, {"router": deaf}, {"router"}, Timing(drain=0.05, start=10, grace=0.05))
+    cluster = FakeCluster(tmp_path, {"router": deaf}, {"router"}, Timing(drain=0.05, start=60, grace=0.05))
     groups: list[int] = []
 
     async def story() -> None:
