@@ -34,9 +34,9 @@ def prompts_of(count: int, tokens: int, seed: int) -> list[list[int]]:
     return [[draw.randrange(8, 500) for _ in range(tokens)] for _ in range(count)]
 
 
-def widest_gap(request: LabRequest, since: float = 0.0) -> float:
-    """Seconds between two messages with tokens."""
-    times = [at for at in request.arrivals if at >= since]
+def widest_gap(request: LabRequest, since: float) -> float:
+    """Seconds without a message with tokens, from that moment to the last one."""
+    times = [since, *(at for at in request.arrivals if at >= since)]
     return max(b - a for a, b in itertools.pairwise(times))
 
 
@@ -51,7 +51,7 @@ def test_scenario_c5_cancelled_bursts_leave_nothing_behind_without_traffic(
 ) -> None:
     """Transfers are slow and requests time out after a second. Afterwards nothing is sent at all: only the clock
     can clean up."""
-    hold = 2.0
+    hold = 4.0
     with Cluster(tiny, run_dir, hold_timeout=hold, max_total_tokens=4096, **SIZES) as cluster:
         cluster.spawn("prefill", PAIR[0], Faults(ms_per_page=(5, 20)))
         cluster.spawn("decode", PAIR[1])
@@ -65,7 +65,7 @@ def test_scenario_c5_cancelled_bursts_leave_nothing_behind_without_traffic(
         time.sleep(hold + 1.0)  # a window without a single message from the router
         cluster.turn()
         for name in PAIR:
-            check_idle(cluster, name, seconds=20.0)
+            check_idle(cluster, name, seconds=60.0)
         probe = cluster.start(PROBE, greedy(12), PAIR)
         until_over(cluster, [probe], 30)
         assert probe.tokens == oracle([PROBE])[0]
@@ -112,18 +112,21 @@ def stranger(number: int, endpoint: str) -> Address:
 def test_scenario_c49_dead_prefill_addresses_stop_nobodys_tokens(tiny: Path, run_dir: Path, oracle: Oracle) -> None:
     prompts = prompts_of(8, 20, 49)
     expected = oracle(prompts, 480)
-    sizes = {"max_total_tokens": 16 * CONTEXT, "hold_timeout": 3.0, **SIZES}
+    sizes = {"max_total_tokens": 16 * CONTEXT, "hold_timeout": 6.0, **SIZES}
+    pause = run_dir / "pause"
     with Cluster(tiny, run_dir, **sizes) as cluster, black_hole() as silent:
         cluster.spawn("prefill", PAIR[0])
-        cluster.spawn("decode", PAIR[1])
+        cluster.spawn("decode", PAIR[1], Faults(pause=str(pause)))
         cluster.wait_for(*PAIR)
         boot = cluster.inspect(PAIR[1])
         real = cluster.workers[PAIR[0]].address
         assert real is not None
+        undisturbed = [cluster.start(prompt, greedy(480), PAIR) for prompt in prompts]
+        until_over(cluster, undisturbed, 60)
+        quiet = max(widest_gap(request, request.arrivals[20]) for request in undisturbed)
+        pause.touch()  # they have all of their way before them when the bad requests come
         streams = [cluster.start(prompt, greedy(480), PAIR) for prompt in prompts]
-        cluster.until(lambda: all(len(r.tokens) > 60 for r in streams), 30, "the streams to run")
-        quiet = max(widest_gap(request, request.arrivals[20]) for request in streams)
-        bad = time.monotonic()
+        cluster.until(lambda: all(request.tokens for request in streams), 30, "the streams to begin")
         addresses = [
             stranger(1, silent),
             stranger(2, silent),
@@ -136,25 +139,26 @@ def test_scenario_c49_dead_prefill_addresses_stop_nobodys_tokens(tiny: Path, run
             stranger(9, ""),
             Address("keyless", 1010, real.endpoint, "no key"),
         ]
-        lost = [cluster.start(PROBE, greedy(4), PAIR[1:], deadline=6.0, prefill=at) for at in addresses]
+        lost = [cluster.start(PROBE, greedy(4), PAIR[1:], deadline=15.0, prefill=at) for at in addresses]
         crowd = [
             cluster.start(PROBE, greedy(4), PAIR[1:], prefill=stranger(100 + n, f"ipc://{run_dir}/nobody-{n}.sock"))
             for n in range(300)
         ]
-        until_over(cluster, lost, 30)
+        pause.unlink()
+        bad = time.monotonic()
+        until_over(cluster, lost, 60)
         for request in lost:
             (ended,) = request.ends[PAIR[1]]
             assert ended.outcome in ("failed", "refused") and ended.reason, ended
             # Who accepts and says nothing may be a stopped process: that one is waited for until the deadline.
             assert ended.status in (400, 503) or (ended.status == 504 and request in lost[:2]), ended
-        until_over(cluster, crowd, 30)
+        until_over(cluster, crowd, 60)
         assert {request.ends[PAIR[1]][0].status for request in crowd} == {503}
         until_over(cluster, streams, 60)
         assert [request.tokens for request in streams] == expected
-        gaps = [widest_gap(r, bad) for r in streams if sum(at >= bad for at in r.arrivals) > 1]
-        assert gaps, "the streams were over before the bad requests came"
-        # Who waits for one of those addresses waits for its deadline, six seconds.
-        assert max(gaps) < max(5.0, 4 * quiet), f"{max(gaps):.3f} s without a token; {quiet:.3f} s before"
+        # Who waits for one of those addresses waits for its deadline, fifteen seconds.
+        longest = max(widest_gap(request, bad) for request in streams)
+        assert longest < max(10.0, 4 * quiet), f"{longest:.3f} s without a token; {quiet:.3f} s before"
         again = cluster.start(PROBE, greedy(12), PAIR)
         until_over(cluster, [again], 30)
         assert again.tokens == oracle([PROBE])[0]
@@ -166,14 +170,14 @@ def test_scenario_c52_a_write_in_progress_for_ever_costs_its_own_request_only(
 ) -> None:
     prompts = prompts_of(16, 60, 52)
     expected = oracle(prompts, 4)
-    with Cluster(tiny, run_dir, hold_timeout=9.0, max_total_tokens=8192, **SIZES) as cluster:
+    with Cluster(tiny, run_dir, hold_timeout=15.0, max_total_tokens=8192, **SIZES) as cluster:
         cluster.spawn("prefill", PAIR[0], Faults(stuck_write=2))
         cluster.spawn("decode", PAIR[1])
         cluster.wait_for(*PAIR)
         until_over(
             cluster, [cluster.start(prompts[0], greedy(4), PAIR)], 60
         )  # the first write; it makes their session
-        stuck = cluster.start(prompts[0], greedy(4), PAIR, deadline=4.0)
+        stuck = cluster.start(prompts[0], greedy(4), PAIR, deadline=8.0)
         cluster.until(lambda: cluster.inspect(PAIR[0])["posts"] == 1, 30, "the write")
         boot = {name: cluster.inspect(name) for name in PAIR}
         requests: list[LabRequest] = []
@@ -191,7 +195,7 @@ def test_scenario_c52_a_write_in_progress_for_ever_costs_its_own_request_only(
         if not state["closed_by"].get("fenced"):  # the fence has not come yet: all but those pages is free
             assert state["pages"]["held"] + state["pages"]["retained"] == pages
             assert state["pages"]["free"] == state["pages"]["total"] - pages
-        check_idle(cluster, PAIR[1], seconds=30, boot=boot[PAIR[1]])
+        check_idle(cluster, PAIR[1], seconds=60, boot=boot[PAIR[1]])
         closed = cluster.inspect(PAIR[1])["closed_by"]
         assert closed.get("fenced", 0) + closed.get("gone", 0) == 1, "by a fence, not by time"
         # The posting side keeps its own pages under the handle that never ends, and nothing else.
