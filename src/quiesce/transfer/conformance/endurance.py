@@ -13,7 +13,7 @@ MAY_GROW_KIB = 4096  # what an allocator keeps; a leak of one post each would be
 
 
 def peers_do_not_mix(bench: Bench) -> None:
-    lenders = [bench.near() for _ in range(5)]
+    lenders = [bench.near() for _ in range(often(5, 3))]
     posters = [bench.far() for _ in range(2)]
     for number, poster in enumerate(posters):
         poster.fill(40 * number)
@@ -73,7 +73,7 @@ def ten_thousand_transfers_grow_nothing(bench: Bench) -> None:
                 lender.transport.withdraw(poster.epoch, generation)
 
     transfers = often(TRANSFERS, 2 * BATCH)
-    move(min(8 * BATCH, transfers))  # what is allocated once
+    move(8 * BATCH)  # what is allocated once, at any scale: on nixl/rc 4 MiB came after 1,250
     before = {"lender": size(os.getpid()), "poster": poster.size()}
     move(transfers)
     after = {"lender": size(os.getpid()), "poster": poster.size()}

@@ -17,6 +17,7 @@ from quiesce.core.posting import Outcome
 from quiesce.transfer import registry
 from quiesce.transfer.arena import shared_arena
 from quiesce.transfer.interface import Arena, Peer, Post, Transport
+from quiesce.transfer.leaving import leave
 
 STORM_DEPTH = 4  # posts kept in flight
 WINDOW = 64  # posts of `burst` under way
@@ -233,6 +234,7 @@ def main(arguments: list[str]) -> None:
         data = os.read(sys.stdin.fileno(), 1 << 20)
         if not data:
             transport.close_all()
+            leave(0)
             return
         *lines, buffered = (buffered + data).split(b"\n")
         for line in lines:
