@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 HOLD = 5.0  # seconds, as the servers of these tests have it
 LATE = 15.0  # seconds after it, on any machine; the deadline of a request is minutes
-ANSWER = 900  # tokens of `decoding`
+ANSWER = 900  # tokens
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_scenario_g37_health_is_red_while_a_worker_is_stopped_and_clients_are_to
 def test_a_router_stopped_beyond_the_hold_timeout_goes_on_where_it_was(serve: Product) -> None:
     right, answer, before = serve.ask(PROBE), serve.ask(PROBE, ANSWER), serve.epochs()
     long_answer = serve.ask(LONG, 4)
-    streams = [decoding(serve), prefill_begins(serve)]
+    streams = [decoding(serve, ANSWER), prefill_begins(serve)]
     with stopped(serve.pid("router")):
         time.sleep(HOLD + 2.0)  # the length of the pause is what is tested
     for stream, text in zip(streams, (answer, long_answer), strict=True):
@@ -102,7 +102,7 @@ def test_scenario_h7_only_requests_in_flight_fail_when_a_process_restarts_under_
     for pid in pids:
         os.kill(pid, number)
     # One that was asked to end still answers for a moment; what is tested is what comes after it.
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 30, f"{names} to end")
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 60, f"{names} to end")
     recovers(serve, right, before, {name for name in names if name != "router"})
     for _ in range(5):
         assert serve.ask(PROBE) == right
