@@ -20,6 +20,7 @@ from quiesce.lab.idle import not_idle
 
 START_SECONDS = 170.0
 STOP_SECONDS = 60.0
+ASKED = 6  # times, until every worker has answered; each takes up to five seconds
 IDLE_SECONDS = 30.0  # against a hang; --hold-timeout of these tests is 5 s
 READY = re.compile(rb"at (http://\S+) .*ready after")
 
@@ -156,8 +157,12 @@ class Product:
     # ------------------------------------------------------------ looking
 
     def ledger(self) -> dict[str, dict[str, Any]]:
-        """State by worker; a worker that does not answer has `error` alone."""
-        state: dict[str, dict[str, Any]] = self.http.get("/debug/ledger").json()
+        """State by worker; a worker that does not answer has `error` alone. One that is slow for seconds is asked
+        again."""
+        for _ in range(ASKED):
+            state: dict[str, dict[str, Any]] = self.http.get("/debug/ledger").json()
+            if not any("did not answer" in each.get("error", "") for each in state.values()):
+                break
         return state
 
     def epochs(self) -> dict[str, str]:
@@ -184,10 +189,15 @@ class Product:
             return False
 
     def metrics(self) -> dict[str, float]:
-        """Value by `name{labels}`, as the page writes them."""
-        lines = self.http.get("/metrics").text.splitlines()
-        pairs = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#")]
-        return {name: float(value) for name, value in pairs}
+        """Value by `name{labels}`, as the page writes them. A worker that has not answered within a scrape is asked
+        again: without it its numbers would be taken for zero."""
+        for _ in range(ASKED):
+            lines = self.http.get("/metrics").text.splitlines()
+            pairs = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#")]
+            found = {name: float(value) for name, value in pairs}
+            if all(value for name, value in found.items() if name.startswith("quiesce:worker_answers")):
+                break
+        return found
 
     def busy(self, boot: dict[str, dict[str, Any]] | None = None) -> list[str]:
         """Why it is not idle, a line each."""
