@@ -22,12 +22,12 @@ PAIR = ("prefill-0", "decode-0")
 
 @pytest.fixture
 def pair(tiny: Path, run_dir: Path) -> Iterator[Cluster]:
-    """One prefill whose writes wait while there is a gate, one decode."""
+    """One prefill whose writes wait while there is a gate, one decode whose steps wait while there is a pause."""
     with Cluster(
         tiny, run_dir, page_size=16, chunked_prefill_size=64, max_running=8, max_total_tokens=1024, hold_timeout=5.0
     ) as cluster:
         cluster.spawn("prefill", "prefill-0", Faults(gate=str(run_dir / "gate")))
-        cluster.spawn("decode", "decode-0")
+        cluster.spawn("decode", "decode-0", Faults(pause=str(run_dir / "pause")))
         cluster.wait_for(*PAIR)
         yield cluster
 
@@ -39,9 +39,8 @@ def ask(cluster: Cluster, tokens: int = 12) -> LabRequest:
 @contextlib.contextmanager
 def asked(cluster: Cluster, state: str, tokens: int) -> Iterator[LabRequest]:
     """A request that stays in this state: the decode worker's one transfer, or its batch."""
-    gate = cluster.run_dir / "gate"
-    if state == "offered":
-        gate.touch()
+    gate = cluster.run_dir / ("gate" if state == "offered" else "pause")
+    gate.touch()
     request = ask(cluster, tokens)
 
     def reached() -> bool:
