@@ -84,7 +84,7 @@ def test_scenario_i61_a_wrong_handshake_ends_its_own_request_and_names_what_diff
     tiny: Path, run_dir: Path, oracle: Oracle
 ) -> None:
     right = oracle([PROMPT], 400)[0]
-    with Cluster(tiny, run_dir, hold_timeout=2.0, **SIZES) as cluster, ExitStack() as stack:
+    with Cluster(tiny, run_dir, hold_timeout=8.0, **SIZES) as cluster, ExitStack() as stack:
         cluster.spawn("prefill", PAIR[0])
         cluster.spawn("decode", PAIR[1])
         cluster.wait_for(*PAIR)
@@ -101,7 +101,7 @@ def test_scenario_i61_a_wrong_handshake_ends_its_own_request_and_names_what_diff
                 one.turn()
             return all(request.over for request in bad)
 
-        cluster.until(over, 30, "every wrong handshake to end its request")
+        cluster.until(over, 60, "every wrong handshake to end its request")
         for request, (case, (_, status, why)) in zip(bad, WRONG.items(), strict=True):
             (ended,) = request.ends[PAIR[1]]
             assert (ended.outcome, ended.status) == ("failed", status), (case, ended)
