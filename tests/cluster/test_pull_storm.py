@@ -45,4 +45,4 @@ def test_storm_over_pull_survivors_equal_the_oracle_and_every_lease_ends_by_the_
             assert state["leases_opened"] == sum(closed.values()) + state["step_leases"], "each lease has one proof"
             assert set(closed) <= {"completed", "drained"}, "no fence: the reader's own word"
             drained[state["role"]] += closed.get("drained", 0)
-        assert min(drained.values()) > 5, f"cut while it was lent: {drained}"
+        assert min(drained.values()) > 1, f"cut while it was lent: {drained}"
