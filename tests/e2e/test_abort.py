@@ -35,7 +35,7 @@ def test_abort_in_the_middle_of_the_answer(serve: Product) -> None:
     before = ended(serve, "decode-0", "cancelled")
     with serve.client() as client:
         stream = client.completions.create(
-            model=serve.name, prompt=PROBE, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+            model=serve.name, prompt=PROBE, max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
         )
         next(iter(stream))
         until(lambda: serve.ledger()["decode-0"]["running"] == 1, 30, "it to be in the batch")

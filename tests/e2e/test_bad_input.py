@@ -116,7 +116,7 @@ def test_a_full_system_answers_503_with_retry_after(narrow: Product) -> None:
     answers: list[httpx.Response] = []
 
     def long() -> None:
-        body = GOOD | {"max_tokens": 600, "ignore_eos": True, "temperature": 0}
+        body = GOOD | {"max_tokens": 1200, "ignore_eos": True, "temperature": 0}
         answers.append(httpx.post(f"{narrow.url}/v1/completions", json=body, timeout=120))
 
     decode = narrow.pid("decode-0")

@@ -132,7 +132,7 @@ def _json(text: str) -> str:
 
 
 def test_a_client_that_leaves_frees_both_legs(front: Front) -> None:
-    body = {"model": front.product.name, "messages": MESSAGES, "max_tokens": 1500, "temperature": 0, "stream": True,
+    body = {"model": front.product.name, "messages": MESSAGES, "max_tokens": 1900, "temperature": 0, "stream": True,
             "ignore_eos": True}  # fmt: skip
     with front.http.stream("POST", "/v1/chat/completions", json=body) as stream:
         lines = stream.iter_lines()
@@ -142,7 +142,7 @@ def test_a_client_that_leaves_frees_both_legs(front: Front) -> None:
 
 
 def test_abort_of_exactly_one_id_frees_both_legs(front: Front) -> None:
-    body = {"model": front.product.name, "messages": MESSAGES, "max_tokens": 1500, "temperature": 0, "stream": True,
+    body = {"model": front.product.name, "messages": MESSAGES, "max_tokens": 1900, "temperature": 0, "stream": True,
             "ignore_eos": True}  # fmt: skip
     headers = {"x-request-id": "the-one"}
     with front.http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as stream:
