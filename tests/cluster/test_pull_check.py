@@ -50,7 +50,7 @@ def cluster(tiny: Path) -> Iterator[Cluster]:
         deaf = tuple(Mischief("Abort", "drop", number) for number in MANY)
         mute = tuple(Mischief("Ping", "drop", number) for number in MANY)
         gate = str(cluster.run_dir / "gate")
-        own = {"max_total_tokens": CONTEXT, "hold_timeout": 2.0, "on_hold_expiry": "release"}
+        own = {"max_total_tokens": CONTEXT, "hold_timeout": 5.0, "on_hold_expiry": "release"}
         cluster.spawn("prefill", P, Faults(mischief=deaf), **own)
         cluster.spawn("decode", CHECKING, Faults(gate=gate, mischief=mute))
         cluster.spawn("decode", TRUSTING, Faults(gate=gate, mischief=mute, twin="unchecked reads"))

@@ -34,7 +34,7 @@ def blind(tiny: Path) -> Iterator[Cluster]:
     with (
         tempfile.TemporaryDirectory(prefix="qs-", dir="/tmp") as folder,
         Cluster(
-            tiny, Path(folder), allow_unproven=True, hold_timeout=3.0, max_held=1.0, max_held_per_tenant=1.0, **sizes
+            tiny, Path(folder), allow_unproven=True, hold_timeout=6.0, max_held=1.0, max_held_per_tenant=1.0, **sizes
         ) as cluster,
     ):
         cluster.spawn("prefill", LOSING, Faults(proves=False, unknown=1.0), max_retained=1.0)
