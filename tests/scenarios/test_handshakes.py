@@ -110,7 +110,7 @@ def test_scenario_j91_peers_connect_and_leave_in_a_loop(tiny: Path, run_dir: Pat
         # Of a handshake that stopped half way nothing is known to be dead: those stay until they are in the way. A
         # CONFIRM may be lost when its sender leaves at once.
         assert cluster.inspect(pair[0])["half_open"] <= left["called"] + left["taken"]
-        check_idle(cluster, pair[0], 10, {"threads": boot["threads"], "fds": boot["fds"] + 4})
+        check_idle(cluster, pair[0], 60, {"threads": boot["threads"], "fds": boot["fds"] + 4})
         cluster.spawn("decode", "decode-1")
         cluster.wait_for("decode-1")
         late = cluster.start(PROBE, sampling, (pair[0], "decode-1"))
