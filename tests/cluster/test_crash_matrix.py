@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 def matrix(tiny: Path, oracle: Callable[..., list[list[int]]]) -> Iterator[Matrix]:
     """One pair of workers for all cells; a cell replaces what it kills."""
     folder = Path(tempfile.mkdtemp(prefix="qs-"))
-    with PatientRouter(tiny, folder, hold_timeout=2.0) as cluster:
+    with PatientRouter(tiny, folder, hold_timeout=4.0) as cluster:
         yield Matrix(cluster, oracle, slack=SLACK)
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -52,7 +52,7 @@ def pair_of(tiny: Path, oracle: Oracle) -> Iterator[Callable[[Lane], Matrix]]:
                 stack.close()
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="qs-", ignore_cleanup_errors=True))
                 settings = {"transfer": lane.transfer, "direction": lane.direction}
-                cluster = stack.enter_context(PatientRouter(tiny, Path(folder), hold_timeout=2.0, **settings))
+                cluster = stack.enter_context(PatientRouter(tiny, Path(folder), hold_timeout=4.0, **settings))
                 living[lane] = Matrix(cluster, oracle, slack=SLACK)
             return living[lane]
 

@@ -67,7 +67,9 @@ class Matrix:
 
     def __post_init__(self) -> None:
         self.lane = lane_of(self.cluster)
-        self._gate = self.cluster.run_dir / "gate"
+        folder = self.cluster.run_dir
+        self._gate = folder / "gate"  # keeps back the word that pages are all there
+        self._posts, self._steps = folder / "posts", folder / "steps"  # keep back the bytes, and decode's steps
         draw = random.Random(self.seed)
         self._draw = draw
         prompts = [[draw.randrange(8, 500) for _ in range(PROMPT)] for _ in range(8)]
@@ -81,7 +83,9 @@ class Matrix:
         pace = (MS_PER_PAGE, MS_PER_PAGE) if name == self.lane.poster else (0.0, 0.0)
         last = "Done" if self.lane.direction == "push" else "Standing"
         mischief = (Mischief(last, "delay", while_there=str(self._gate)),) if name == PREFILL else ()
-        faults = Faults(ms_per_page=pace, mischief=mischief)
+        posts = str(self._posts) if name == self.lane.poster else ""
+        steps = str(self._steps) if name == DECODE else ""
+        faults = Faults(ms_per_page=pace, mischief=mischief, gate=posts, pause=steps)
         tokens = POOL if name == DECODE else 2 * POOL
         return self.cluster.launch(name.partition("-")[0], name, faults, held=held, max_total_tokens=tokens)
 
@@ -99,6 +103,8 @@ class Matrix:
         began = time.monotonic()
         before = {name: self.boot[name]["epoch"] for name in PAIR}
         moment = self._reach(cell)
+        if cell.victim in ("mover", "router"):  # nothing that is kept back in the engines is in their hands
+            self._let_go()
         self.cluster.until_time(self._draw.uniform(0.0, 0.03))
         getattr(self, "_" + cell.action.replace(" ", "_"))(cell, moment)
         self._resume()
@@ -120,9 +126,13 @@ class Matrix:
         return self.cluster.start(prompt, Sampling(max_tokens=tokens, ignore_eos=True), PAIR)
 
     def _reach(self, cell: Cell) -> Moment:
-        """Two requests, the second of them in the state of the cell."""
+        """Two requests, the second of them in the state of the cell, where it stays until it is let go."""
+        if cell.state == "queued":
+            self._steps.touch()  # the bystander's first token comes with its pages, and it has them for as long
         bystander = self._ask(BYSTANDER)
         self._until(lambda: bool(bystander.tokens), "the bystander's first token", 20)
+        if cell.state in ("mid-transfer", "landed"):
+            self._posts.touch()
         subject = self._ask(QUEUED if cell.state == "queued" else SUBJECT)
         if cell.state == "queued":
             self._until(lambda: self.cluster.inspect(DECODE)["waiting"] == 1, "a request to wait for pages")
@@ -140,6 +150,7 @@ class Matrix:
             self._gate.touch()
         else:
             self._signal(DECODE, signal.SIGSTOP)
+        self._let_go()
         if self.lane.direction == "push":
             self._until(lambda: "done" in self.cluster.inspect(PREFILL)["records"], "prefill to be done")
         else:
@@ -151,7 +162,12 @@ class Matrix:
     def _signal(self, name: str, number: int) -> None:
         os.kill(self.cluster.workers[name].process.pid, number)
 
+    def _let_go(self) -> None:
+        self._posts.unlink(missing_ok=True)
+        self._steps.unlink(missing_ok=True)
+
     def _resume(self) -> None:
+        self._let_go()
         self._gate.unlink(missing_ok=True)
         for worker in self.cluster.workers.values():
             worker.process.send_signal(signal.SIGCONT)
@@ -234,6 +250,7 @@ class Matrix:
             self._signal(f"{cell.victim}-0", signal.SIGSTOP)
         else:
             os.kill(self._stopped, signal.SIGSTOP)
+        self._let_go()
         if cell.state == "landed" and not self.lane.gated and cell.victim != "decode":
             self._signal(DECODE, signal.SIGCONT)
         if cell.state == "landed" and self.lane.gated and cell.victim != "prefill":
