@@ -26,7 +26,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "base": (),
 }
 FOLDER = Path(__file__).parent
-# int8 weights: with activations in float32, in bfloat16; int4: always in float32.
+# int8 weights: with activations in float32, in bfloat16 (or finer: int8.h); int4: always in float32.
 FLOAT32, BFLOAT16, INT8, INT8_OF_BF16, INT4 = range(5)
 
 

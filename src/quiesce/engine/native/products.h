@@ -2,11 +2,9 @@
 // columns of the result; a panel is [depth / UNIT][COLUMNS][UNIT] values (int4: as in int4.h), then COLUMNS scales and
 // COLUMNS biases.
 #pragma once
-#include "int4.h"
+#include "int8.h"
 
 namespace {
-
-constexpr long AHEAD = 6144;  // bytes from what is read to what is fetched: the memory's latency
 
 struct Matrix {
     const char *panels;
@@ -136,6 +134,8 @@ void finish(const Floats (&sums)[R][SPAN], const float *scales, long here, float
 template <class T> auto activations(const Act<T> *x, long apart, long rows, long depth) {
     if constexpr (GROUPED<T>)
         return Scaled(x, apart, rows, depth);
+    else if constexpr (WHOLE<T>)
+        return Rounded(x, apart, rows, depth);
     else
         return nullptr;
 }
@@ -174,7 +174,7 @@ void rows_product(const Act<T> *x, long apart, long rows, const Matrix &m, float
     const long tiles = up(rows, ROWS) / ROWS;
     const long stride = tiles > 1 ? up(row_bytes, tiles - 1) / (tiles - 1) : 0;
     const int lines = (int)(up(stride, 64) / 64);
-    const long cuts = rows > ROWS ? up(depth, DEEP) / DEEP : 1, deep = up(up(depth, cuts) / cuts, UNIT<T>);
+    const long cuts = rows > ROWS ? up(depth, DEEP) / DEEP : 1, deep = up(up(depth, cuts) / cuts, CUT<T>);
     const long share = up(up(bytes, tiles * cuts) / (tiles * cuts), 64);  // of the next panel, for each call
     Floats waiting[WAITING][ROWS][SPAN];
     const auto scaled = activations<T>(x, apart, rows, m.depth);
@@ -184,10 +184,14 @@ void rows_product(const Act<T> *x, long apart, long rows, const Matrix &m, float
         const float *scales = (const float *)(w + depth / EACH<T> * COLUMNS);
         const long here = m.n - panel * COLUMNS < COLUMNS ? m.n - panel * COLUMNS : COLUMNS;
         if constexpr (std::is_same_v<Act<T>, float> && !GROUPED<T>) {
-            if (rows == 1 && panel + 1 < panels * (part + 1) / parts) {
-                Floats sums[2][1][SPAN] = {};
-                multiply_two<T>(sums, x, at, bytes, depth);
-                for (long i = 0; i < 2; i++, panel += i == 1, scales += bytes / (long)sizeof(float)) {
+            constexpr long N = WHOLE<T> ? 3 : 2;
+            if (rows == 1 && panel + N <= panels * (part + 1) / parts) {
+                Floats sums[N][1][SPAN] = {};
+                if constexpr (WHOLE<T>)
+                    multiply_beside(sums, scaled, at, bytes, depth);
+                else
+                    multiply_two<T>(sums, x, at, bytes, depth);
+                for (long i = 0; i < N; i++, panel += i < N, scales += bytes / (long)sizeof(float)) {
                     const long left = m.n - panel * COLUMNS;
                     finish(sums[i], scales, left < COLUMNS ? left : COLUMNS, out + panel * COLUMNS, outs, add);
                 }
@@ -218,6 +222,14 @@ void rows_product(const Act<T> *x, long apart, long rows, const Matrix &m, float
                                 for (int i = 0; i < lines; i++) line();
                             };
                             multiply_groups(sums, scaled, r0, k / GROUP, groups, now / GROUP, next);
+                            soon += share;
+                        }
+                    } else if constexpr (WHOLE<T>) {
+                        if (tiles == 1) {
+                            auto pair = [fetch]() mutable { fetch(row_bytes); };
+                            multiply_whole(sums, scaled, r0, k, w + k * COLUMNS, now, pair);
+                        } else {
+                            multiply_whole(sums, scaled, r0, k, w + k * COLUMNS, now, Lines{soon, soon + share - 64});
                             soon += share;
                         }
                     } else if (tiles == 1 || (!HALVED && r0 == 0)) {  // this panel comes from memory

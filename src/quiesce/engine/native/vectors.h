@@ -60,10 +60,11 @@ typedef int8_t Bytes __attribute__((vector_size(W)));
 // What activations are kept as, to be multiplied with T.
 template <class T> constexpr bool PAIRED = DOT && (std::is_same_v<T, bf16> || std::is_same_v<T, int8_of_bf16>);
 template <class T> constexpr bool GROUPED = std::is_same_v<T, int4>;
+template <class T> constexpr bool WHOLE = HALVED && std::is_same_v<T, int8_of_bf16>;  // see int8.h
 template <class T> using Act = std::conditional_t<PAIRED<T>, bf16, float>;
 // Depths of a product are padded to this, with zero weights.
 template <class T>
-constexpr int UNIT = GROUPED<T> ? GROUP : PAIRED<T> || (HALVED && std::is_same_v<T, bf16>) ? 2 : 1;
+constexpr int UNIT = GROUPED<T> ? GROUP : PAIRED<T> || WHOLE<T> || (HALVED && std::is_same_v<T, bf16>) ? 2 : 1;
 template <class T> constexpr int EACH = GROUPED<T> ? GROUP : 1;  // weights in a T
 
 inline long up(long n, long unit) { return (n + unit - 1) / unit * unit; }
