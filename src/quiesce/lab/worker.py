@@ -64,6 +64,7 @@ class Faults(msgspec.Struct, frozen=True):
     twin: Twin = ""  # the guard that is taken out, see lab/unsafe.py
     first_token: int = 0  # of an answer to a prompt that nobody computed
     pause: str = ""  # while this file exists no step begins
+    pause_after: int = 0  # ... once an answer has so many tokens
     unchecked: bool = False  # on tcp whatever comes is placed, lent or not
     time_ledger: bool = False  # its CPU time, in the worker's tables
     place: str = ""  # a file: on tcp the address of whoever wrote it is taken over
@@ -137,7 +138,7 @@ def main(path: str, let_go: Callable[[], bool]) -> int:
     if spec.faults.journal and (settings.role == "decode") == (settings.direction == "push"):
         follow(worker.ledger, Journal(Path(spec.faults.journal)))
     if spec.faults.pause:
-        pause_while(worker, Path(spec.faults.pause).exists)
+        pause_while(worker, Path(spec.faults.pause).exists, spec.faults.pause_after)
     if isinstance(worker, PrefillWorker):
         return worker.run()
     if spec.faults.release == "at once":
@@ -149,12 +150,13 @@ def main(path: str, let_go: Callable[[], bool]) -> int:
     return worker.run()
 
 
-def pause_while(worker: Worker, asked: Callable[[], bool]) -> None:
-    """No step begins while it is asked for; one that is under way ends, and everything else goes on."""
+def pause_while(worker: Worker, asked: Callable[[], bool], after: int = 0) -> None:
+    """No step begins while it is asked for, and an answer has `after` tokens; one that is under way ends, and
+    everything else goes on."""
     launch = worker.steps.launch
 
     def launch_or_wait() -> bool:
-        if asked():
+        if asked() and (not after or any(s.generated >= after for s in worker.steps.batch.members.values())):
             worker.timers.after(PAUSE_POLL, "pause", lambda: None)
             return False
         return launch()

@@ -14,11 +14,10 @@ from pathlib import Path
 from quiesce.lab.cluster import LabRequest
 from quiesce.lab.lossy import Mischief
 from quiesce.lab.race.journal import Note
-from quiesce.lab.race.stage import SECRET, Layout, Run, Scene, Stage, parting
+from quiesce.lab.race.stage import COUNTED, SECRET, Layout, Run, Scene, Stage, parting
 from quiesce.lab.worker import Faults
 from quiesce.roles.ownership import runs_of, shown
 
-COUNTED = 30  # tokens of the victim before the donor's write is let go: `1, 2, 3, ... 10`
 ANSWER = 56  # tokens of the victim's answer
 FIRST_HELD, HELD = (
     0.8,
@@ -146,6 +145,7 @@ def counting_victim(
 ) -> Run:
     """The victim counts, or waits (`patient`: it counts, however long it has to wait before); the donor's write is
     let go in the middle of it, and the victim goes on when that is over."""
+    stage.pause.touch()  # it does not go on after that point, however late somebody looks
     victim = stage.ask_as_victim(stage.chat(scene.victim), scene.tokens)
 
     def stuck() -> bool:
@@ -154,11 +154,11 @@ def counting_victim(
     stage.until(lambda: len(victim.tokens) >= COUNTED or stuck(), "B to count, or to wait")
     late_before, then = stage.late_bytes(), time.monotonic()
     if victim.tokens:
-        stage.pause.touch()
         stage.gate.unlink()
         stage.until(lambda: stage.landed(then), "the donor's write to be over")
         stage.pause.unlink()
     else:
+        stage.pause.unlink()
         _let_go(stage, safe)
     run = ended(scene.name, stage, safe, began, baseline, (donor, victim))
     run.shown, run.late_bytes = not run.right, stage.late_bytes() - late_before

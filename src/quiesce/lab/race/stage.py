@@ -23,6 +23,7 @@ from quiesce.lab.worker import Faults
 
 DECODE = "decode-0"
 VICTIM = "Count from 1 to 100, separated by commas."
+COUNTED = 30  # tokens of the victim before the donor's write is let go: `1, 2, 3, ... 10`
 SECRET = "The secret word of tenant A is swordfish."
 LOOK = 0.03  # seconds between two questions to decode
 START = 240.0  # seconds for a cluster to be warm
@@ -146,9 +147,8 @@ class Stage:
         pull = self.cluster.common.get("direction") == "pull"
         replace, unchecked = msgspec.structs.replace, not self.safe
         donor = replace(self._donor, unchecked=unchecked, **(watched if pull else gated))
-        self._decode = replace(
-            self._decode, unchecked=unchecked, pause=str(self.pause), **(gated if pull else watched)
-        )
+        pause = {"pause": str(self.pause), "pause_after": COUNTED + 2}
+        self._decode = replace(self._decode, unchecked=unchecked, **pause, **(gated if pull else watched))
         for number, name in enumerate(self.prefills):
             faults = donor if number == 0 else Faults()
             self.cluster.spawn("prefill", name, faults, max_total_tokens=self.layout.prefill_pool)
