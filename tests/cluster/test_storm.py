@@ -38,7 +38,7 @@ def test_storm_with_pages_freed_at_once_corrupts_survivors(
     with storm_cluster(tiny, run_dir, release="at once") as cluster:
         cluster.wait_for(*PREFILLS, "decode-0")
         for seed in range(1, 6):  # a storm of this size corrupts about five answers; chance may spare one storm
-            report = run(cluster, PREFILLS, "decode-0", oracle, Plan(requests=400, seed=seed), seconds=100)
+            report = run(cluster, PREFILLS, "decode-0", oracle, Plan(requests=400, seed=seed), seconds=200)
             if report.corrupted:
                 return
     pytest.fail("freeing at once should have corrupted somebody")

@@ -20,6 +20,7 @@ from quiesce.lab.worker import Faults
 
 PREFILLS, DECODE = ("prefill-0", "prefill-1"), "decode-0"
 HOLD = 5.0  # seconds of --hold-timeout
+IDLE = HOLD + 30.0  # seconds until all must be idle again, on a machine that does something else too
 PACES = ((3.0, 20.0), (0.0, 0.5))  # ms a page, of either donor
 SIZES: dict[str, Any] = {"page_size": 16, "chunked_prefill_size": 64, "max_running": 16, "context_length": 144}
 POOL_OF_TWO_PROMPTS = 288  # tokens; the longest prompt with its answer needs 144
@@ -112,7 +113,7 @@ def _reasons(request: LabRequest) -> list[str]:
 
 def _not_idle_soon(cluster: Cluster, name: str, boot: dict[str, Any] | None) -> list[str]:
     try:
-        cluster.until(lambda: not not_idle(cluster.inspect(name), boot), HOLD + 5.0, f"{name} to be idle")
+        cluster.until(lambda: not not_idle(cluster.inspect(name), boot), IDLE, f"{name} to be idle")
     except TimeoutError:
         return [f"{name} is not idle: {line}" for line in not_idle(cluster.inspect(name), boot)]
     return []
