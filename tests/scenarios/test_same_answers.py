@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from e2e.product import Product
+from e2e.product import Product, until
 from scenarios.asking import CHAT, COMPLETIONS, ask
 from scenarios.chain_model import ENDS, TEXT, text_ids
 from scenarios.conftest import CONTEXT
@@ -119,11 +119,11 @@ def test_scenario_f83_one_token_with_decode_stopped_comes_or_fails_within_the_ho
         began = time.monotonic()
         answer = ask(pd, COMPLETIONS, {"prompt": PROMPT, "max_tokens": 1})
         assert answer["status"] == 200 or answer["status"] >= 500, answer
-        assert time.monotonic() - began < 5 + 15
+        assert time.monotonic() - began < 5 + 40, "a request has ten minutes"
     finally:
         os.kill(pid, signal.SIGCONT)
     pd.check_idle(pd.boot)
-    assert ask(pd, COMPLETIONS, {"prompt": PROMPT, "max_tokens": 1})["status"] == 200
+    until(lambda: ask(pd, COMPLETIONS, {"prompt": PROMPT, "max_tokens": 1})["status"] == 200, 60, "an answer")
 
 
 # ------------------------------------------------------------ fields that must not be lost between two legs
