@@ -73,7 +73,7 @@ def ten_thousand_transfers_grow_nothing(bench: Bench) -> None:
                 lender.transport.withdraw(poster.epoch, generation)
 
     transfers = often(TRANSFERS, 2 * BATCH)
-    move(8 * BATCH)  # what is allocated once, at any scale: on nixl/rc 4 MiB came after 1,250
+    move(8 * BATCH)  # what is allocated once, at any scale; on nixl/rc in steps of 2 MiB
     before = {"lender": size(os.getpid()), "poster": poster.size()}
     move(transfers)
     after = {"lender": size(os.getpid()), "poster": poster.size()}
