@@ -208,7 +208,7 @@ class Matrix:
 
     def _stop_short(self, cell: Cell, moment: Moment) -> None:
         if cell.victim == "router":
-            time.sleep(SHORT)
+            time.sleep(SHORT)  # nobody turns the router, which is this process
             return
         self._stop(cell)
         self.cluster.until_time(SHORT)
@@ -218,7 +218,7 @@ class Matrix:
 
     def _stop_long(self, cell: Cell, moment: Moment) -> None:
         if cell.victim == "router":
-            time.sleep(self.cluster.hold + SHORT)
+            time.sleep(self.cluster.hold + SHORT)  # likewise
             return
         began = time.monotonic()
         self._stop(cell)
@@ -278,7 +278,7 @@ class Matrix:
         for request in moment.requests:
             request.errors.append("the router is gone")
             request.lost.update(dict.fromkeys(PAIR, "the router is gone"))
-        time.sleep(seconds)
+        time.sleep(seconds)  # for so long there is no router
         self._resume()
         self.cluster.router_returns()
         self.cluster.wait_for(*PAIR)

@@ -21,7 +21,7 @@ from quiesce.transfer.interface import Access, Capabilities, PeerLost, Transport
 PAGES, PAGE_BYTES = 256, 64 << 10
 ALL = list(range(PAGES))
 PATIENCE = 20.0  # seconds until a condition that must come true counts as failed
-START_PATIENCE = 150.0  # ... that waits for a process to start: on a busy machine its libraries take long to load
+START_PATIENCE = 150.0  # ... that waits for a process to start, at least: its libraries may take long to load
 WATCH_FOR_LATE = 0.06  # seconds; a copy in flight takes about 4 ms
 RUN_PARTY = "import sys; from quiesce.transfer.conformance.party import main; main(sys.argv[1:])"
 SENTINEL = 0xEE  # no source page holds it
@@ -75,7 +75,7 @@ class Far:
         process.stdin.write(json.dumps([name, values]).encode() + b"\n")
         process.stdin.flush()
         out = process.stdout
-        patience = PATIENCE if self._started else START_PATIENCE
+        patience = PATIENCE if self._started else max(PATIENCE, START_PATIENCE)
         self._bench.until(lambda: select.select([out], [], [], 0)[0], f"an answer to {name}", [out], patience)
         self._started = True
         line = out.readline()
