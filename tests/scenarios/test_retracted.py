@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quiesce.core.messages import Sampling
-from quiesce.lab.cluster import Cluster
+from quiesce.lab.cluster import Cluster, LabRequest
 from quiesce.lab.worker import Faults
 from scenarios.conftest import CHUNK, PAGE, Oracle, check_idle, until_answered, until_over
 
@@ -36,11 +36,18 @@ def test_scenario_r79_victims_that_leave_or_run_out_of_time_while_out(
         cluster.spawn("prefill", pair[0], max_total_tokens=2048)
         cluster.spawn("decode", pair[1], max_total_tokens=320, schedule_conservativeness=0.0)
         cluster.wait_for(*pair)
+        requests: list[LabRequest] = []
+
+        def served() -> bool:
+            return all(request.over for request in requests)
+
+        def seen() -> bool:
+            return cluster.inspect(pair[1])["retracted"] > 0 or served()
+
         for _ in range(5):  # whoever looks too late finds that all of them have been served
             requests = [cluster.start(prompt, sampling, pair) for prompt in prompts[:16]]
             hurried = [cluster.start(prompt, sampling, pair, deadline=1.5) for prompt in prompts[16:]]
-            served = lambda: all(request.over for request in requests)  # noqa: B023, E731
-            cluster.until(lambda: cluster.inspect(pair[1])["retracted"] > 0 or served(), 60, "a victim")  # noqa: B023
+            cluster.until(seen, 60, "a victim")
             if not served():
                 break
         assert not served(), "nobody was seen to be out"
