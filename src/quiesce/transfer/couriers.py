@@ -114,7 +114,8 @@ class Courier:
     def __init__(self, engine: Engine, arena: Arena, told: Told, owner: CourierOwner, joined: Joined) -> None:
         self._engine, self._arena, self._told, self._owner, self._joined = engine, arena, told, owner, joined
         self.generation = joined.generation
-        self._inbox: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        # not a SimpleQueue: in Python up to 3.12 a `get` whose time is up before it has begun to wait waits for ever
+        self._inbox: queue.Queue[Batch | None] = queue.Queue()
         self._under_way: deque[tuple[Batch, object]] = deque()
         self._state: Literal["good", "failed", "broken"] = "good"
         self._window: Window | None = None
