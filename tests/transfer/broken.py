@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 from quiesce.core.messages import Grant
@@ -95,6 +97,54 @@ class ForgetsNothing(tcp.TcpTransport):
         return super().write(peer, src_pages, dst_pages, grant)
 
 
+WARM = 2000  # posts, before which the suite does not look
+
+
+class LendsForGood(tcp.TcpTransport):
+    """Keeps something of all that it ever lent."""
+
+    def lend(self, peer_epoch, pages, **more) -> int | None:  # type: ignore[no-untyped-def]
+        self.__dict__.setdefault("_kept", []).append(bytearray(1024))
+        return super().lend(peer_epoch, pages, **more)
+
+
+class Counts(tcp.TcpTransport):
+    posted = 0
+
+    def write(self, peer, src_pages, dst_pages, grant) -> Post:  # type: ignore[no-untyped-def]
+        self.posted += 1
+        self.at(self.posted - WARM)
+        return super().write(peer, src_pages, dst_pages, grant)
+
+    def at(self, number: int) -> None: ...
+
+
+class LeaksFiles(Counts):
+    """Of each post after the warm-up one stays open."""
+
+    def at(self, number: int) -> None:
+        if number > 0:
+            os.dup(0)
+
+
+class LeaksThreads(Counts):
+    """Of some posts after the warm-up a thread stays."""
+
+    def at(self, number: int) -> None:
+        if number > 0 and number % 100 == 0:
+            threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+class PoolGrows(Counts):
+    """Its pool grows by 2 MiB twice after the warm-up, in different rounds of 500, and then no more."""
+
+    pool: tuple[bytes, ...] = ()
+
+    def at(self, number: int) -> None:
+        if number in (100, 600):
+            self.pool += (b"x" * (2 << 20),)
+
+
 def _tcp_factory(kind: type[tcp.TcpTransport]):  # type: ignore[no-untyped-def]
     def make(run_dir: Path, epoch: int, pages: int, page_bytes: int) -> tuple[tcp.TcpTransport, Arena]:
         return kind(epoch, max_transfer_pages=100), shm.shared_arena(pages, page_bytes)
@@ -107,6 +157,10 @@ lends_all = _tcp_factory(LendsAll)
 clean_by_word = _tcp_factory(CleanByWord)
 cancels_by_word = _tcp_factory(CancelsByWord)
 forgets_nothing = _tcp_factory(ForgetsNothing)
+lends_for_good = _tcp_factory(LendsForGood)
+leaks_files = _tcp_factory(LeaksFiles)
+leaks_threads = _tcp_factory(LeaksThreads)
+pool_grows = _tcp_factory(PoolGrows)
 
 
 def _factory(kind: type[shm.ShmTransport]):  # type: ignore[no-untyped-def]

@@ -13,6 +13,7 @@ from quiesce.transfer.conformance import Bench, Nonconforming, bench, deaths, en
 
 PATIENT = 30.0  # seconds in which a late write is waited for, where one is sure to come
 FIRST_WINDOW = {"fence_by_word", "open_gates", "clean_by_word"}  # what these do late, they do after the first proof
+FEWEST = 0.05  # at which 10,000 transfers are 500; a leak is noticed there as well
 NOT_CLAIMED = {"what_was_not_lent_is_refused", "fence_of_pages_disturbs_no_others"}  # by shm
 
 
@@ -41,7 +42,10 @@ def test_tcp_conforms(check: Callable[[Bench], None]) -> None:
         ("lends_all", reads.wrong_reads_are_refused, "instead of FAILED_CLEAN"),
         ("clean_by_word", deaths.no_failure_lands_late, "after the proof"),
         ("cancels_by_word", writes.cancelled_posts_never_land, "cancelled with proof"),
-        ("forgets_nothing", endurance.ten_thousand_transfers_grow_nothing, "grew by"),
+        ("forgets_nothing", endurance.ten_thousand_transfers_grow_nothing, "memory of the poster grew by"),
+        ("lends_for_good", endurance.ten_thousand_transfers_grow_nothing, "memory of the lender grew by"),
+        ("leaks_files", endurance.ten_thousand_transfers_grow_nothing, "files of the poster"),
+        ("leaks_threads", endurance.ten_thousand_transfers_grow_nothing, "threads of the poster"),
     ],
 )
 def test_the_suite_notices(
@@ -52,8 +56,18 @@ def test_the_suite_notices(
     monkeypatch.syspath_prepend(here)
     if factory in FIRST_WINDOW:
         monkeypatch.setattr(bench, "WATCH_FOR_LATE", PATIENT)
+    if check is endurance.ten_thousand_transfers_grow_nothing:
+        monkeypatch.setattr(bench, "SCALE", FEWEST)
     with pytest.raises(Nonconforming, match=said):
         conformance.run(check, f"broken:{factory}")
+
+
+def test_a_pool_that_grows_by_steps_and_stops_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = str(Path(__file__).parent)
+    monkeypatch.setenv("PYTHONPATH", here, prepend=os.pathsep)
+    monkeypatch.syspath_prepend(here)
+    monkeypatch.setattr(bench, "SCALE", FEWEST)
+    assert conformance.run(endurance.ten_thousand_transfers_grow_nothing, "broken:pool_grows") is None
 
 
 @pytest.mark.parametrize(

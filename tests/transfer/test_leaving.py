@@ -49,13 +49,37 @@ sys.exit(_run_worker(run, SimpleNamespace(log_level="warning", log_format="text"
 @pytest.mark.parametrize(("copies", "said"), [(1, "the interpreter ended\n"), (2, "")])
 def test_two_copies_of_libnl_are_not_ended_with_the_process(copies: int, said: str, tmp_path: Path) -> None:
     """The destructors of the second one crash, and the exit code is lost."""
-    libraries = []
-    for name in ("libnl-route-3-47cd035c.so.200.26.0", "libnl-route-3.so.200.26.0")[:copies]:
-        libraries.append(tmp_path / name)
-        shutil.copy(_a_library(), libraries[-1])
-    words = [sys.executable, "-c", TWO_COPIES, *map(str, libraries)]
+    words = [sys.executable, "-c", TWO_COPIES, *_libnl(copies, tmp_path)]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (75, said), ended.stderr
+
+
+LANE = """
+import atexit, ctypes, json, runpy, sys
+from dataclasses import asdict
+from quiesce.options import HandOffOptions
+
+for library in sys.argv[1:]:
+    ctypes.CDLL(library)
+atexit.register(print, "the interpreter ended")
+sys.argv = ["doctor_transfer", "no-such-engine", json.dumps(asdict(HandOffOptions()), default=str)]
+runpy.run_module("quiesce.ops.doctor_transfer", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_lane_that_the_doctor_tries_ends_without_them_as_well(copies: int, tmp_path: Path) -> None:
+    words = [sys.executable, "-c", LANE, *_libnl(copies, tmp_path)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    said, *last = ended.stdout.splitlines()
+    assert ended.returncode == 0 and "no-such-engine" in said, ended.stderr
+    assert last == ["the interpreter ended"][: 2 - copies]
+
+
+def _libnl(copies: int, folder: Path) -> list[str]:
+    """So many libraries that look like it."""
+    names = ("libnl-route-3-47cd035c.so.200.26.0", "libnl-route-3.so.200.26.0")[:copies]
+    return [str(shutil.copy(_a_library(), folder / name)) for name in names]
 
 
 def _a_library() -> str:

@@ -19,6 +19,7 @@ from quiesce.options import HandOffOptions
 from quiesce.roles.settings import new_epoch
 from quiesce.transfer import registry
 from quiesce.transfer.interface import Capabilities, Transport
+from quiesce.transfer.leaving import leave
 from quiesce.transfer.tcp_tls import Tls
 
 LANES = {"nixl": ("tcp", "cma", "rc"), "mooncake": ("tcp", "rdma")}
@@ -186,4 +187,6 @@ def main(label: str, options: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    code = main(*sys.argv[1:])
+    leave(code)
+    sys.exit(code)

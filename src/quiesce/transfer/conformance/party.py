@@ -41,10 +41,10 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def size(pid: int) -> dict[str, int]:
-    """Memory in KiB, threads and open files of a process and its children."""
+def size(pid: int, without: int = 0) -> dict[str, int]:
+    """Memory in KiB, threads and open files of a process and its children, but for one that is a party of its own."""
     found = {"kib": 0, "threads": 0, "files": 0}
-    for each in (pid, *children(pid)):
+    for each in {pid, *children(pid)} - {without}:
         status = dict(line.split(":", 1) for line in Path(f"/proc/{each}/status").read_text().splitlines())
         found["kib"] += int(status["RssAnon"].split()[0])
         found["threads"] += int(status["Threads"])
