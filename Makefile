@@ -129,7 +129,7 @@ bench-router: $(TESTING) ## what the router adds to an answer, and how many toke
 bench-gpu: $(TESTING) ## on a machine with a GPU: is it right, then how fast (8 minutes; ARGS="--dry-run --device cpu" without one)
 	@$(BIN)/python -m bench.gpu $(ARGS)
 
-bench-overlap: $(TESTING) ## what moving the pages costs the prefill loop, and a first token (two minutes)
+bench-overlap: $(TESTING) ## what moving the pages costs the prefill loop, and a first token (five minutes)
 	@$(BIN)/python -m bench.overlap $(ARGS)
 
 bench-safety: $(TESTING) ## what holding costs: the rule on and off in turns, and how soon pages are free after a cut

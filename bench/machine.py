@@ -80,6 +80,12 @@ def workers_of(serve: int) -> dict[str, int]:
     return found
 
 
+def children_of(pid: int) -> list[int]:
+    """Processes that a living process has started and not yet reaped."""
+    told = (task.read_text(encoding="ascii") for task in Path(f"/proc/{pid}/task").glob("*/children"))
+    return [int(child) for children in told for child in children.split()]
+
+
 def gib_of(pid: int) -> float:
     """A process's resident memory; pages that it shares with others count in full."""
     lines = _lines(f"/proc/{pid}/status")
