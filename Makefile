@@ -105,7 +105,7 @@ load: $(TESTING) $(LOAD)/.installed ## drive a server with a public load tool, g
 soak-sim: $(TESTING) ## simulate fresh seeds for as long as MINUTES says (60)
 	@$(BIN)/quiesce sim --minutes $(or $(MINUTES),60) $(ARGS)
 
-rdma-lab: $(TESTING) ## conformance over RDMA verbs, in an emulated machine with soft-RoCE (root, Debian, an hour; ARGS=nixl)
+rdma-lab: $(TESTING) ## conformance over RDMA verbs, in an emulated machine with soft-RoCE (root, Debian, three hours; ARGS=nixl)
 	@PYTHON=$(abspath $(BIN))/python rdma/lab $(ARGS)
 
 bench-peers: $(TESTING) ## install vLLM's CPU build and llama.cpp beside, for the bench (4 GB, ten minutes; ARGS=vllm)

@@ -101,6 +101,7 @@ class Cluster:
         self.router_keys = self._key("router")
         self.router_epoch = ROUTER_EPOCH
         self.limit = 0  # what workers are told that all have agreed on
+        self.patience = 0.0  # of the workers' engines with an attachment, in seconds; 0: the product's
         self.workers: dict[str, LabWorker] = {}
         self.requests: dict[str, LabRequest] = {}
         self._log = log or run_dir / "workers.log"
@@ -158,7 +159,7 @@ class Cluster:
             **settings,
         }
         path = self.run_dir / f"{name}-{len(self._processes)}.json"
-        path.write_bytes(msgspec.json.encode(Spec(plain, faults or Faults(), held)))
+        path.write_bytes(msgspec.json.encode(Spec(plain, faults or Faults(), held, self.patience)))
         process = WorkerProcess(path, self._log)
         self._processes.append(process)
         return process

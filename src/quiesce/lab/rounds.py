@@ -39,7 +39,7 @@ def rounds(matrix: Matrix, count: int, only: str = "") -> Iterator[tuple[int, Ce
 
 def main() -> int:
     asked = _asked()
-    oracle = _oracle(asked.model)
+    oracle = oracle_of(asked.model)
     wrong = 0
     with tempfile.TemporaryDirectory(prefix="qs-") as name:
         folder, log = Path(name), Path(f"{name}.log")
@@ -63,7 +63,8 @@ def _asked() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _oracle(model: Path) -> Oracle:
+def oracle_of(model: Path) -> Oracle:
+    """The answers of one process alone."""
     from quiesce.engine.engine import Engine  # noqa: PLC0415
     from quiesce.engine.local import LocalEngine  # noqa: PLC0415
 

@@ -36,6 +36,7 @@ from quiesce.roles.pull_lending import PullPrefillWorker
 from quiesce.roles.pull_reading import PullDecodeWorker
 from quiesce.roles.settings import WorkerSettings
 from quiesce.roles.worker import Worker
+from quiesce.transfer import attach, trial
 from quiesce.transfer.interface import Transport
 
 PR_SET_PDEATHSIG = 1
@@ -75,6 +76,7 @@ class Spec(msgspec.Struct, frozen=True):
     settings: dict[str, Any]
     faults: Faults = Faults()
     held: bool = False  # load the model, then wait to be let go before there is a socket
+    patience: float = 0.0  # seconds for an attachment; 0: the product's. For machines that are emulated
 
 
 def settings_from(plain: dict[str, Any]) -> WorkerSettings:
@@ -121,6 +123,8 @@ def main(path: str, let_go: Callable[[], bool]) -> int:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # whoever runs the lab may be killed
     spec = msgspec.json.decode(Path(path).read_bytes(), type=Spec)
     settings = settings_from(spec.settings)
+    if spec.patience:
+        attach.ATTACH_SECONDS = trial.SECONDS = spec.patience
     configure_logging(settings.log_level, settings.log_format, settings.name)
     if spec.faults.twin in ("no limit", "stub"):
         setattr(assembly, "refuse_pool", lambda *_: None)  # noqa: B010  (the module does not offer it)
