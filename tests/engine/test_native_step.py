@@ -155,6 +155,23 @@ def test_company_and_chunks_do_not_change_a_bit(tmp_path: Path, level: str, dtyp
     assert run_mixed(engine, prompts, random.Random(5)) == expected
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"),
+    [(2, 2, 64), (4, 2, 48), (9, 3, 64), (4, 1, 128), (7, 1, 80), (8, 1, 32), (9, 1, 16)],
+    ids=str,
+)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_few_rows_are_looked_at_in_another_way_to_the_same_bits(
+    tmp_path: Path, heads: int, kv_heads: int, head_dim: int, page_size: int
+) -> None:
+    folder = make_tiny_llama(tmp_path, heads=heads, kv_heads=kv_heads, head_dim=head_dim, layers=2, seed=heads)
+    engine = make_engine(folder, page_size, "auto", "bfloat16")
+    prompts = [prompt_of(n, seed=n) for n in (7, 24, 64, 65, 130, 200)]
+    expected = [alone(engine, prompt) for prompt in prompts]
+    for seed in range(3):
+        assert run_mixed(engine, prompts, random.Random(seed)) == expected
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_threads_do_not_change_a_bit(tmp_path: Path, dtype: str) -> None:
     folder = make_tiny_llama(tmp_path, heads=6, kv_heads=3, head_dim=32, vocab=301)

@@ -3,152 +3,11 @@
 // sum. Blocks start at fixed places, and a block that a query may not see changes none of its bits: what a query
 // gives depends on its own keys alone, however it is batched.
 #pragma once
-#include "products.h"
-#include <utility>
-#include <vector>
+#include "few.h"
 
 namespace {
 
-constexpr int BLOCK = 64;      // keys
-constexpr int TILE = 128;      // query rows, roughly: tokens times the query heads of a KV head
-constexpr int ACROSS = 2 * W;  // columns computed at a time
-
-// Memory that is to come while something else is computed, a cache line at a time: many at once would be waited for.
-class Expected {
-  public:
-    void clear() { runs.clear(), begun = 0, at = end = &none; }
-    void add(const void *from, long bytes) { runs.push_back({(const char *)from, (const char *)from + bytes}); }
-    Lines take(long lines) {
-        if (at == end && begun < runs.size()) at = runs[begun].first, end = runs[begun++].second;
-        const char *from = at;
-        at = end - at > 64 * lines ? at + 64 * lines : end;
-        return {from, at == from ? at : at - 1};  // a few, each call asking for one
-    }
-
-  private:
-    static constexpr char none = 0;
-    std::vector<std::pair<const char *, const char *>> runs;
-    size_t begun = 0;
-    const char *at = &none, *end = &none;
-};
-
-#if defined(__AVX512BF16__)
-// Column j of 16 rows of 16 32-bit values becomes row j.
-inline void transpose(__m512i (&r)[16]) {
-    __m512i t[16];
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4)
-        for (int j = 0; j < 2; j++) {
-            r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
-            r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
-        }
-    for (int j = 0; j < 4; j++) {
-        __m512i even = _mm512_shuffle_i32x4(r[j], r[j + 4], 0x88), odd = _mm512_shuffle_i32x4(r[j], r[j + 4], 0xdd);
-        __m512i even2 = _mm512_shuffle_i32x4(r[j + 8], r[j + 12], 0x88);
-        __m512i odd2 = _mm512_shuffle_i32x4(r[j + 8], r[j + 12], 0xdd);
-        t[j] = _mm512_shuffle_i32x4(even, even2, 0x88), t[j + 8] = _mm512_shuffle_i32x4(even, even2, 0xdd);
-        t[j + 4] = _mm512_shuffle_i32x4(odd, odd2, 0x88), t[j + 12] = _mm512_shuffle_i32x4(odd, odd2, 0xdd);
-    }
-    for (int i = 0; i < 16; i++) r[i] = t[i];
-}
-
-// Keys to [dim / 2][BLOCK][2], values to [BLOCK / 2][wide][2].
-inline void lay_out_pairs(const bf16 *const *k, const bf16 *const *v, long dim, long wide, bf16 *keys, bf16 *values,
-                          Expected &expected) {
-    alignas(64) uint16_t low[32], high[32];
-    for (int i = 0; i < 32; i++) low[i] = i / 2 + 32 * (i % 2), high[i] = low[i] + 16;
-    const __m512i lows = _mm512_load_si512(low), highs = _mm512_load_si512(high);
-    for (long d = 0; d < dim; d += 32) {
-        auto soon = expected.take(64);
-        const long left = dim - d < 32 ? dim - d : 32;
-        const __mmask32 mask = left == 32 ? ~0u : (1u << left) - 1;
-        for (int i0 = 0; i0 < BLOCK; i0 += 16) {
-            __m512i r[16];
-            for (int i = 0; i < 16; i++) r[i] = _mm512_maskz_loadu_epi16(mask, k[i0 + i] + d);
-            transpose(r);
-            for (int i = 0; i < 8; i++) soon();
-            for (int j = 0; j < left / 2; j++) _mm512_storeu_si512(keys + ((d / 2 + j) * BLOCK + i0) * 2, r[j]);
-        }
-        for (int i = 0; i < BLOCK; i += 2) {
-            __m512i a = _mm512_maskz_loadu_epi16(mask, v[i] + d), b = _mm512_maskz_loadu_epi16(mask, v[i + 1] + d);
-            bf16 *to = values + (i / 2 * wide + d) * 2;
-            soon();
-            _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, lows, b));
-            _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi16(a, highs, b));
-        }
-    }
-}
-#endif
-
-#if defined(__AVX2__)
-// Column j of 8 rows of 8 32-bit values becomes row j.
-inline void transpose(__m256i (&r)[8]) {
-    __m256i t[8];
-    for (int i = 0; i < 8; i += 2) {
-        t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 8; i += 4)
-        for (int j = 0; j < 2; j++) {
-            r[i + 2 * j] = _mm256_unpacklo_epi64(t[i + j], t[i + j + 2]);
-            r[i + 2 * j + 1] = _mm256_unpackhi_epi64(t[i + j], t[i + j + 2]);
-        }
-    for (int j = 0; j < 4; j++) {
-        t[j] = _mm256_permute2x128_si256(r[j], r[j + 4], 0x20);
-        t[j + 4] = _mm256_permute2x128_si256(r[j], r[j + 4], 0x31);
-    }
-    for (int i = 0; i < 8; i++) r[i] = t[i];
-}
-
-// Eight keys' values at k[..][d..], 8 of float or 16 of bfloat16, to columns of `to` [d..][BLOCK].
-inline void turn_keys(const float *const *k, long d, float *to) {
-    __m256i r[8];
-    for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_si256((const __m256i *)(k[i] + d));
-    transpose(r);
-    for (int j = 0; j < 8; j++) _mm256_storeu_si256((__m256i *)(to + (d + j) * BLOCK), r[j]);
-}
-inline void turn_keys(const bf16 *const *k, long d, float *to) {  // in pairs, which are parted afterwards
-    const __m256i upper = _mm256_set1_epi32((int)0xffff0000);
-    __m256i r[8];
-    for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_si256((const __m256i *)(k[i] + d));
-    transpose(r);
-    for (int j = 0; j < 8; j++) {
-        _mm256_storeu_si256((__m256i *)(to + (d + 2 * j) * BLOCK), _mm256_slli_epi32(r[j], 16));
-        _mm256_storeu_si256((__m256i *)(to + (d + 2 * j + 1) * BLOCK), _mm256_and_si256(r[j], upper));
-    }
-}
-#endif
-
-// Keys to [dim][BLOCK], values to [BLOCK][wide], as floats.
-template <class C>
-void lay_out_floats(const C *const *k, const C *const *v, long dim, long wide, float *keys, float *values,
-                    Expected &expected) {
-    auto soon = expected.take(4 * BLOCK);
-    long turned = 0;
-#if defined(__AVX2__)
-    constexpr long AT_ONCE = 32 / sizeof(C);
-    turned = dim / AT_ONCE * AT_ONCE;
-    for (long i = 0; i < BLOCK; i += 8)
-        for (long d = 0; d < turned; d += AT_ONCE) {
-            turn_keys(k + i, d, keys + i);
-            for (int line = 0; line < 6; line++) soon();
-        }
-#endif
-    for (long i = 0; i < BLOCK && turned < dim; i++) {
-        for (long d = turned; d < dim; d++) keys[d * BLOCK + i] = widen(k[i][d]);
-        for (int line = 0; line < 3; line++) soon();
-    }
-    for (long i = 0; i < BLOCK; i++) {
-        float *to = values + i * wide;
-        long d = 0;
-        for (; d + W <= dim; d += W) store(to + d, load(v[i] + d));
-        for (; d < dim; d++) to[d] = widen(v[i][d]);
-        soon();
-    }
-}
+constexpr int TILE = 128;  // query rows, roughly: tokens times the query heads of a KV head
 
 // Where the pool keeps what: in values of C, from the pool's start.
 struct Paging {
@@ -188,12 +47,13 @@ template <class C> struct Attention {
     std::vector<P> keys, values, weights;
     std::vector<float> scores, sums, best, total;  // the last three: of every KV head's every row
     std::vector<C> zeros;
+    std::vector<uint32_t> pairs;  // of dims of turned keys
     Expected expected;
 
     Attention(const Paging &paging, long group)
         : paging(paging), dim(paging.head_dim), wide(up(dim, ACROSS)), keys(dim * BLOCK), values(BLOCK * wide),
-          weights(ROWS * BLOCK), scores(ROWS * BLOCK), best(paging.width / dim * (TILE + group)), total(best.size()),
-          zeros(dim + 64) {
+          weights(ROWS * ABREAST), scores(ROWS * ABREAST), best(paging.width / dim * (TILE + group)),
+          total(best.size()), zeros(dim + 64), pairs(HALVED ? dim / 2 * ABREAST + ABREAST : 0) {
         sums.resize(best.size() * wide);
     }
 
@@ -202,11 +62,16 @@ template <class C> struct Attention {
     // `next`, if there is one, is what this thread will be given next.
     template <class O> void attend(const Task<C, O> &task, const Task<C, O> *next) {
         const long rows = task.count * task.group, all = rows * task.heads, end = task.end();
+#if defined(__AVX2__) && !defined(__AVX512F__)
+        if constexpr (std::is_same_v<C, bf16>)
+            if (rows <= 2 * ROWS && dim % (2 * W) == 0) return attend_few(task, next);
+#endif
         std::fill(sums.begin(), sums.begin() + all * wide, 0.0f);
         std::fill(total.begin(), total.begin() + all, 0.0f);
         std::fill(best.begin(), best.begin() + all, -__builtin_inff());
         for (long first = 0; first < end; first += BLOCK)
             for (long head = 0; head < task.heads; head++) {
+                if (head == 0) expected.clear();
                 if (head == 0 && first + BLOCK < end)
                     announce(task, first + BLOCK);
                 else if (head == 0 && next)
@@ -230,9 +95,99 @@ template <class C> struct Attention {
     }
 
   private:
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    // As attend, of few rows: see few.h. Memory is asked for two blocks ahead, for a block is soon done.
+    template <class O> void attend_few(const Task<C, O> &task, const Task<C, O> *next) {
+        const long rows = task.count * task.group, all = rows * task.heads, end = task.end();
+        std::fill(sums.begin(), sums.begin() + all * wide, 0.0f);
+        std::fill(total.begin(), total.begin() + all, 0.0f);
+        std::fill(best.begin(), best.begin() + all, -__builtin_inff());
+        expected.trim();
+        if (BLOCK < end) announce(task, BLOCK);
+        for (long first = 0; first < end; first += BLOCK) {
+            if (first + 2 * BLOCK < end)
+                announce(task, first + 2 * BLOCK);
+            else if (next && (first + BLOCK < end || end <= BLOCK))
+                announce(*next, 0);
+            for (long head = 0; head < task.heads; head++) {
+                const long count = end - first < BLOCK ? end - first : BLOCK;
+                const C *k[BLOCK], *v[BLOCK];
+                turn(task.pool + head * dim, task.pages, first, count, k, v);
+                for (long r0 = 0; r0 < rows; r0 += ROWS)
+                    with_rows(rows - r0, [&](auto constant) {
+                        constexpr int R = constant;
+                        see_few<R>(task.queries + head * task.apart + r0 * dim, task.start + 1 - first, task.group, r0,
+                                   head * rows + r0, count, v);
+                    });
+            }
+        }
+        for (long row = 0; row < all; row++) {
+            const long head = row / rows, r = row % rows;
+            O *to = task.out + r / task.group * task.outs + (head * task.group + r % task.group) * dim;
+            const float whole = total[row];
+            for (long d = 0; d < dim; d++)
+                put(to + d, sums[row * wide + d / (2 * W) * 2 * W + d % 2 * W + d % (2 * W) / 2] / whole);
+        }
+    }
+
+    // `count` keys from position `first` on, turned, and where they and their values lie.
+    void turn(const C *pool, const int32_t *pages, long first, long count, const C **k, const C **v) {
+        long i = 0;
+        paging.walk(pool, pages, first, count, [&](const C *key) {
+            k[i] = key, v[i] = key + paging.page_size * paging.width;
+            i++;
+        });
+        for (; i % 8; i++) k[i] = zeros.data();
+        for (long some = 0; some < i; some += 8)
+            for (long d = 0; d < dim; d += 8) turn_pairs(k + some, d, pairs.data() + d / 2 * ABREAST + some);
+    }
+
+    // As see, of `count` keys; the first token sees `seen` of them.
+    template <int R>
+    void see_few(const float *queries, long seen, long group, long r0, long row, long count, const C *const *v) {
+        constexpr int S = R == 3 ? 3 : R == 4 ? 2 : R == 2 ? 4 : 8;  // enough sums that none waits for itself
+        const long most = seen + (r0 + R - 1) / group, here = most < count ? most : count;
+        if (here <= 0) return;
+        for (long c = 0; c < here; c += S * W) {
+            Floats s[R][S] = {};
+            score(s, queries, dim, pairs.data() + c, expected.take(dim / 2));
+            for (int r = 0; r < R; r++)
+                for (int i = 0; i < S; i++) store(&scores[r * ABREAST + c + W * i], s[r][i]);
+        }
+        float fade[R];
+        for (int r = 0; r < R; r++)
+            fade[r] = weigh(&scores[r * ABREAST], &weights[r * ABREAST], (float)(seen + (r0 + r) / group),
+                            best[row + r], total[row + r]);
+        auto add = [&](auto vectors, auto odd, long at) {
+            constexpr int N = vectors;
+            Floats s[R][N];
+            float *to = &sums[row * wide + at * W];
+            for (int r = 0; r < R; r++)
+                for (int i = 0; i < N; i++) s[r][i] = load(to + r * wide + W * i) * splat(fade[r]);
+            add_values<R, N, odd>(s, weights.data(), v, at / 2 * 2 * W, here, expected.take(here));
+            for (int r = 0; r < R; r++)
+                for (int i = 0; i < N; i++) store(to + r * wide + W * i, s[r][i]);
+        };
+        using std::integral_constant;
+        const long vectors = dim / W;
+        long at = 0;
+        if constexpr (R == 3) {
+            for (; at + 6 <= vectors; at += 6) {
+                add(integral_constant<int, 3>{}, std::false_type{}, at);
+                add(integral_constant<int, 3>{}, std::true_type{}, at + 3);
+            }
+        } else if constexpr (R < 3) {
+            for (; at + 4 <= vectors; at += 4) add(integral_constant<int, 4>{}, std::false_type{}, at);
+        }
+        for (; at < vectors; at += 2) add(integral_constant<int, 2>{}, std::false_type{}, at);
+    }
+
+#endif
+
     // Rows r0.. of a head's, whose state is at `row`.., look at the block of keys that begins at `first`.
     template <int R> void see(const P *queries, long start, long group, long r0, long row, long first) {
-        for (long c = 0; c < BLOCK; c += ACROSS) {
+        const long most = start + (r0 + R - 1) / group + 1 - first, here = most < BLOCK ? most : BLOCK;
+        for (long c = 0; c < here; c += ACROSS) {
             Floats s[R][2] = {};
             multiply(s, queries, dim, keys.data() + c * UNIT<P>, BLOCK, dim, expected.take(dim / UNIT<P>));
             for (int r = 0; r < R; r++)
@@ -248,14 +203,16 @@ template <class C> struct Attention {
             float *to = &sums[row * wide + c];
             for (int r = 0; r < R; r++)
                 for (int i = 0; i < 2; i++) s[r][i] = load(to + r * wide + W * i) * splat(fade[r]);
-            multiply(s, weights.data(), BLOCK, values.data() + c * UNIT<P>, wide, BLOCK, expected.take(BLOCK / UNIT<P>));
+            multiply(s, weights.data(), BLOCK, values.data() + c * UNIT<P>, wide, up(here, UNIT<P>),
+                     expected.take(BLOCK / UNIT<P>));
             for (int r = 0; r < R; r++)
                 for (int i = 0; i < 2; i++) store(to + r * wide + W * i, s[r][i]);
         }
     }
 
     // Scores to weights, those from `seen` on to 0. Returns what earlier blocks' sums are to be multiplied with.
-    static __attribute__((noinline)) float weigh(const float *scores, P *weights, float seen, float &best, float &total) {
+    static __attribute__((noinline)) float weigh(const float *scores, P *weights, float seen, float &best,
+                                                 float &total) {
         const Floats hidden = splat(-__builtin_inff());
         Floats s[BLOCK / W], most = hidden;
         for (int i = 0; i < BLOCK / W; i++) {
@@ -277,7 +234,6 @@ template <class C> struct Attention {
 
     // Expects the block from position `first` on, in runs that are as long as they can be.
     template <class O> void announce(const Task<C, O> &task, long first) {
-        expected.clear();
         const long bytes = task.heads * dim * (long)sizeof(C), half = paging.page_size * paging.width;
         const bool whole = task.heads * dim == paging.width;
         for (long p = first, end = first + BLOCK < task.end() ? first + BLOCK : task.end(); p < end;) {
