@@ -207,10 +207,13 @@ class Courier:
                 self._recover()
 
     def _give_up(self) -> None:
-        """The attachment is over, and this engine never tells what became of these. They end with our own agent."""
+        """The attachment is over, and this engine never tells what became of the first: it ends with our own agent.
+        Of those behind it that may be known."""
         error = TimeoutError(f"nothing was heard of it for {GIVE_UP_SECONDS:g} s after its attachment had ended")
         while self._under_way:
-            self._lost(self._under_way.popleft()[0], error)
+            batch, handle = self._under_way.popleft()
+            if not self._is_over(batch, handle):
+                self._lost(batch, error)
 
     def _start(self, batch: Batch) -> None:
         if self._state != "good":
@@ -224,19 +227,22 @@ class Courier:
 
     def _look(self) -> bool:
         """In the order in which they were posted. True: something ended."""
-        assert self._agent is not None
         moved = False
-        while self._under_way:
-            batch, handle = self._under_way[0]
-            try:
-                if not self._agent.over(handle):
-                    break
-                self._tell(self._owner.placed, batch)
-            except Exception as error:
-                self._lost(batch, error)
+        while self._under_way and self._is_over(*self._under_way[0]):
             self._under_way.popleft()
             moved = True
         return moved
+
+    def _is_over(self, batch: Batch, handle: object) -> bool:
+        """If so, it was told how."""
+        assert self._agent is not None
+        try:
+            if not self._agent.over(handle):
+                return False
+            self._tell(self._owner.placed, batch)
+        except Exception as error:
+            self._lost(batch, error)
+        return True
 
     def _lost(self, batch: Batch, error: Exception) -> None:
         self._state = "failed"
