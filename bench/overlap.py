@@ -13,15 +13,16 @@ import argparse
 import asyncio
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from statistics import median
 
 from bench import load, machine
 from bench.cases import Prompts
 from bench.goals import Goal
 from bench.overlap_cluster import WAYS, Cluster
-from bench.router import cpu_by_thread
 from quiesce.models.registry import DEFAULT, resolve
 
 PROMPT = 2048  # tokens
@@ -32,12 +33,15 @@ MOVED = 0.0001  # CPU seconds: less than a mover takes for a page, more than one
 @dataclass(frozen=True)
 class Asked:
     """One prompt: seconds to its first token; CPU seconds until then of the process that computed it, of the busiest
-    of its threads, which is the engine's, and of its mover."""
+    of its threads, which is the engine's, of its mover and of all other processes behind the router, which is one of
+    them; seconds in which that thread waited for a core."""
 
     first: float
     cpu: float
     engine: float
     mover: float = 0.0
+    others: float = 0.0
+    waited: float = 0.0
 
     @property
     def beside(self) -> float:
@@ -49,20 +53,41 @@ class Asked:
         return self.cpu + self.mover
 
 
-def spent(pid: int) -> dict[int, dict[str, float]]:
-    """CPU seconds so far, by thread, of a process and those that it has started."""
-    return {one: cpu_by_thread(one) for one in (pid, *machine.children_of(pid))}
+Used = dict[tuple[int, str], tuple[float, float]]  # (process, thread) -> seconds on a core, and of waiting for one
+
+
+def used(pids: Iterable[int]) -> Used:
+    """So far, by these processes and those that they have started."""
+    found: Used = {}
+    for one in [one for pid in pids for one in (pid, *machine.children_of(pid))]:
+        for thread in Path(f"/proc/{one}/task").iterdir():
+            try:
+                cpu, waited, _ = (thread / "schedstat").read_text(encoding="ascii").split()
+            except OSError:  # it has just ended
+                continue
+            found[one, thread.name] = int(cpu) / 1e9, int(waited) / 1e9
+    return found
+
+
+def asked_of(first: float, spent: Used, computes: int) -> Asked:
+    own = [times for (pid, _), times in spent.items() if pid == computes]
+    movers = set(machine.children_of(computes))
+    mover = sum(cpu for (pid, _), (cpu, _) in spent.items() if pid in movers)
+    everybody, cpu = (sum(cpu for cpu, _ in times) for times in (spent.values(), own))
+    engine, waited = max(own)
+    return Asked(first, cpu, engine, mover, everybody - cpu - mover, waited)
 
 
 def ask(cluster: Cluster, way: str, prompt: list[int]) -> Asked:
     """Asked and answered over `way` alone."""
     cluster.turn_to(way)
     computes = cluster.pid(WAYS[way][0])
-    before, after = spent(computes), dict[int, dict[str, float]]()
+    pids = sorted(cluster.pids, key=lambda pid: pid != computes)  # it goes on while the others are looked at
+    before, after = used(pids), Used()
 
     def heard() -> None:
         if not after:
-            after.update(spent(computes))
+            after.update(used(pids))
 
     async def answered() -> float:
         begun, body = time.perf_counter(), load.completion(cluster.model, prompt, 2)
@@ -70,11 +95,12 @@ def ask(cluster: Cluster, way: str, prompt: list[int]) -> Asked:
         return load.timed(answer, begun).first
 
     first = asyncio.run(answered())
-    own, *movers = [  # a mover is started with the first request for its peer
-        [seconds - before.get(pid, {}).get(thread, 0.0) for thread, seconds in later.items()]
-        for pid, later in after.items()
-    ]
-    asked = Asked(first, sum(own), max(own), sum(map(sum, movers)))
+    nothing = (0.0, 0.0)
+    spent = {
+        one: (cpu - before.get(one, nothing)[0], waited - before.get(one, nothing)[1])
+        for one, (cpu, waited) in after.items()
+    }
+    asked = asked_of(first, spent, computes)
     if (asked.mover > MOVED) is not (way == "shm"):
         raise RuntimeError(f"{way}: the mover took {1e3 * asked.mover:.2f} ms for a prompt's pages")
     return asked
@@ -105,9 +131,13 @@ def judged(found: dict[str, list[Asked]]) -> list[Goal]:
 def told(found: dict[str, list[Asked]]) -> list[str]:
     lines = []
     for way, asked in found.items():
-        of = {what: 1e3 * median(getattr(one, what) for one in asked) for what in ("first", "cpu", "mover", "beside")}
-        text = f"{way}: first token after {of['first']:,.1f} ms, CPU {of['cpu']:,.1f}, mover {of['mover']:.1f}"
-        lines.append(f"{text}; {of['beside']:,.1f} ms beside computing")
+        whats = ["beside", *(field.name for field in fields(Asked))]
+        ms = {what: 1e3 * median(getattr(one, what) for one in asked) for what in whats}
+        lines += [
+            f"{way}: first token after {ms['first']:,.1f} ms; CPU {ms['cpu']:,.1f}, mover {ms['mover']:.1f}, "
+            f"all others {ms['others']:.1f}; {ms['beside']:,.1f} beside computing, of which the engine waited "
+            f"{ms['waited']:.1f} for a core"
+        ]
     losses = sorted(on.all / off.all - 1 for on, off in zip(found["shm"], found["null"], strict=True))
     lines.append(f"shm against null, CPU, by pairs: {', '.join(f'{100 * loss:+.1f} %' for loss in losses)}")
     return lines

@@ -120,6 +120,10 @@ class Cluster:
         assert pid is not None
         return pid
 
+    @property
+    def pids(self) -> list[int]:
+        return [self.pid(name) for name in self._children]
+
     def turn_to(self, way: str) -> None:
         """From now on the router gives work to those of this way alone."""
         for name in self._children.keys() - {ROUTER}:
