@@ -21,6 +21,7 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 class Model(msgspec.Struct):
     type: str = ""
+    dropout: float | None = None
 
 
 class Parts(msgspec.Struct):
