@@ -69,12 +69,20 @@ setup(
     ]
     + [
         Extension(
+            "quiesce.engine.native._decode",
+            [f"{FOLDER}/decode.cpp"],
+            depends=[str(path) for path in sorted(Path(FOLDER).glob("*.h"))],
+            extra_compile_args=FLAGS,
+            language="c++",
+            optional=True,
+        ),
+        Extension(
             "quiesce.transfer.native._copy",
             ["src/quiesce/transfer/native/copy.cpp"],
             extra_compile_args=FLAGS,
             language="c++",
             optional=True,
-        )
+        ),
     ],
     cmdclass={"build_ext": Build, "bdist_wheel": Wheel},
 )

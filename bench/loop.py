@@ -9,6 +9,7 @@ replaced by one whose logits are ready, so that a step costs the loop alone. Exi
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import shutil
@@ -33,7 +34,8 @@ from quiesce.core.messages import Sampling
 from quiesce.engine.batch import Row
 from quiesce.engine.engine import Engine
 from quiesce.engine.kv import KVPool
-from quiesce.engine.native.library import BEST, UNDER, Peaks
+from quiesce.engine.native.decode_loop import DecodeLoop
+from quiesce.engine.native.library import BEST, UNDER, Bounds, Peaks
 from quiesce.engine.seats import Seats
 from quiesce.models.registry import DEFAULT, resolve
 from quiesce.ops.run_dir import ROUTER, RunDir
@@ -91,6 +93,23 @@ class Ready:
     def logits_and_peaks(self, x: torch.Tensor) -> tuple[torch.Tensor, Peaks]:
         n = x.shape[0]
         return self._logits[:n], Peaks(self._peaks.blocks[:n], self._peaks.bests[:n])
+
+    def decode_loop(self, kv: KVPool, bounds: Bounds, done: int) -> DecodeLoop:
+        return ReadyLoop(self, kv, bounds, done)
+
+
+class ReadyLoop(DecodeLoop):
+    """The engine's own, with the model's part left out: a function of the C library that gives 0 for 0."""
+
+    def __init__(self, ready: Ready, kv: KVPool, bounds: Bounds, done: int) -> None:
+        super().__init__(ready.library, 0, kv.tensor, bounds, ready._hidden.shape[1], done)
+        self._ready = ready
+        nothing = ctypes.cast(ctypes.CDLL(None).abs, ctypes.c_void_p)
+        self.desk.quiesce_forward, self.desk.quiesce_logits = nothing, nothing
+
+    def results(self, count: int, vocab: int) -> tuple[torch.Tensor, Peaks]:
+        assert count <= len(self._ready._logits)
+        return self._ready._logits, self._ready._peaks
 
 
 class Watch:
@@ -195,8 +214,6 @@ class Bench:
         watch.on("streaming out", worker.legs, "send")
         watch.on("admission", worker, "schedule")
         watch.on("before the step", worker.steps, "launch")
-        watch.on("engine: batch", worker.engine, "run_seated")
-        watch.on("engine: sampling", worker.engine._drawer, "draw_seated")
         return watch
 
 

@@ -24,7 +24,8 @@ from quiesce.engine.grammar import Grammars
 from quiesce.engine.kv import KVPool, Staging
 from quiesce.engine.logprobs import token_logprob
 from quiesce.engine.model import Model
-from quiesce.engine.native.library import AUTO, Peaks, choose
+from quiesce.engine.native.decode_loop import DecodeLoop
+from quiesce.engine.native.library import AUTO, Bounds, Peaks, choose
 from quiesce.engine.native.model import Flat, NativeModel
 from quiesce.engine.quantize import QUANTIZATIONS, round_to
 from quiesce.engine.sampler import Sampled
@@ -187,6 +188,14 @@ class Engine:
         if bad or not finite:
             raise NonFiniteLogits([*np.flatnonzero(tokens < 0).tolist(), *(n + number for number in sorted(bad))])
         return tokens, results
+
+    def decode_loop(self, done: int) -> DecodeLoop | None:
+        """Makes what `run_seated` makes of seats alone, without Python. None: this engine has no such loop.
+        `done`: an eventfd, written when a step has ended."""
+        if isinstance(self._model, Model):
+            return None
+        bounds = Bounds(self.model_config.vocab_size, self.context_length, self.kv.pages)
+        return self._model.decode_loop(self.kv, bounds, done)
 
     def _results(
         self,

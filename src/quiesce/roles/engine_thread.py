@@ -1,6 +1,7 @@
 """The engine's own thread: the role's loop hands it a step and goes on answering messages.
 
-One step is under way at a time. `fileno()` becomes readable when it has ended.
+One step is under way at a time. `fileno()` becomes readable when it has ended. Where the engine has a loop for steps
+of those who sit, the thread is in it, and comes back to Python for all other steps and for one that failed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 
 from quiesce.engine.batch import Row
 from quiesce.engine.engine import Result
+from quiesce.engine.native.decode_loop import DecodeLoop
 from quiesce.engine.seats import Seats
 
 
@@ -24,6 +26,8 @@ class Stepper(Protocol):
     def run(self, rows: Rows[Row]) -> list[Result]: ...
 
     def run_seated(self, seats: Seats, rows: Rows[Row]) -> tuple[np.ndarray, list[Result]]: ...
+
+    def decode_loop(self, done: int) -> DecodeLoop | None: ...
 
 
 @dataclass
@@ -43,6 +47,8 @@ class EngineThread:
         self._work: SimpleQueue[tuple[list[Row], Seats | None] | None] = SimpleQueue()
         self._done: deque[StepEnd] = deque()
         self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._loop = engine.decode_loop(self._signal)
+        self._seats: Seats | None = None  # of the step that is under way
         self.busy = False
         self.steps = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -55,7 +61,14 @@ class EngineThread:
         """`seats`: some of which are taken, and which nobody touches until the step has ended."""
         assert not self.busy, "one step at a time"
         self.busy = True
-        self._work.put((list(rows), seats))
+        self._seats = seats  # known before the step begins: it may have failed before `begin` returns
+        if rows or seats is None or self._loop is None or not self._loop.begin(seats):
+            self._put((list(rows), seats))
+
+    def _put(self, work: tuple[list[Row], Seats | None] | None) -> None:
+        self._work.put(work)
+        if self._loop is not None:
+            self._loop.interrupt()
 
     def take(self) -> StepEnd | None:
         """The step that has ended since the last call, if one has."""
@@ -65,18 +78,29 @@ class EngineThread:
             return None
         self.busy = False
         self.steps += 1
-        return self._done.popleft()
+        if self._done:
+            return self._done.popleft()
+        assert self._loop is not None and self._seats is not None
+        return StepEnd([], tokens=self._loop.drawn(len(self._seats)))
 
     def stop(self) -> None:
         """Lets a step that is under way end first: it is still writing pages."""
-        self._work.put(None)
+        self._put(None)
         self._thread.join()
+        if self._loop is not None:
+            self._loop.close()
         os.close(self._signal)
 
     def _run(self) -> None:
-        while (work := self._work.get()) is not None:
+        while (work := self._next()) is not None:
             self._done.append(self._step(*work))
             os.eventfd_write(self._signal, 1)
+
+    def _next(self) -> tuple[list[Row], Seats | None] | None:
+        """What is to be done in Python; what the loop can do is done meanwhile."""
+        if self._loop is not None and self._loop.run():
+            return [], self._seats  # once more: now it says what is the matter, and with whom
+        return self._work.get()
 
     def _step(self, rows: list[Row], seats: Seats | None) -> StepEnd:
         try:

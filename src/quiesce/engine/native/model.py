@@ -17,6 +17,7 @@ from quiesce.engine.batch import Row
 from quiesce.engine.config import ModelConfig
 from quiesce.engine.kv import KVPool
 from quiesce.engine.native import library
+from quiesce.engine.native.decode_loop import DecodeLoop, calls
 from quiesce.engine.native.library import Library, Peaks
 from quiesce.engine.quantize import int4, int8
 from quiesce.engine.rope import rotary
@@ -149,6 +150,11 @@ class NativeModel:
         if n:
             self.library.logits(self._stepper, x.data_ptr(), n, out.data_ptr(), vocab, peaks)
         return out, peaks
+
+    def decode_loop(self, kv: KVPool, bounds: library.Bounds, done: int) -> DecodeLoop | None:
+        """For the thread that computes; None: it was not built. `done`: an eventfd, written when a step has ended."""
+        sizes = (bounds, self.config.hidden_size)
+        return DecodeLoop(self.library, self._stepper, kv.tensor, *sizes, done) if calls() else None
 
     def _layer(self, layer: LayerWeights) -> library.Layer:
         packed = self._arena.pack
