@@ -1,6 +1,6 @@
 """`make bench-overlap`: what moving the pages costs the prefill loop, and a first token.
 
-    python -m bench.overlap [--model NAME] [--rounds N]
+    python -m bench.overlap [--model NAME] [--rounds N] [--prompt TOKENS]
 
 One prefill worker serves two decode workers by turns, one over shm and one over `null`, which moves nothing: what it
 needs more for the first is the transfer. A colocated worker has its turn too: A B C, C B A. Exit code 1: a goal
@@ -106,11 +106,11 @@ def ask(cluster: Cluster, way: str, prompt: list[int]) -> Asked:
     return asked
 
 
-def measure(cluster: Cluster, prompts: Prompts, rounds: int) -> dict[str, list[Asked]]:
+def measure(cluster: Cluster, prompts: Prompts, rounds: int, tokens: int) -> dict[str, list[Asked]]:
     found: dict[str, list[Asked]] = {way: [] for way in WAYS}
     for number in range(rounds + 1):
         for way in list(WAYS) if number % 2 else reversed(WAYS):
-            asked = ask(cluster, way, prompts.one(PROMPT, number))
+            asked = ask(cluster, way, prompts.one(tokens, number))
             if number:  # the first is not counted
                 found[way].append(asked)
     return found
@@ -147,12 +147,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make bench-overlap ARGS=...", description=__doc__)
     parser.add_argument("--model", default=DEFAULT, help="known name, folder or hub id (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument(
+        "--prompt",
+        type=int,
+        default=PROMPT,
+        help="tokens; shorter ones, and more rounds, on a machine whose speed drifts (default %(default)s)",
+    )
     wanted = parser.parse_args()
     if (noise := machine.noise("before the bench")) is not None:
         print(f"warning: {noise}")
     folder = resolve(wanted.model)
     with closing(Cluster(wanted.model, folder)) as cluster:
-        found = measure(cluster, Prompts(folder), wanted.rounds)
+        found = measure(cluster, Prompts(folder), wanted.rounds, wanted.prompt)
     print("\n".join(told(found)))
     goals = judged(found)
     for goal in goals:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from pathlib import Path
@@ -101,10 +102,12 @@ WARM = 2000  # posts, before which the suite does not look
 
 
 class LendsForGood(tcp.TcpTransport):
-    """Keeps something of all that it ever lent."""
+    """Keeps something of all that it ever lent. From the kernel: a process that tests much has memory to spare."""
 
     def lend(self, peer_epoch, pages, **more) -> int | None:  # type: ignore[no-untyped-def]
-        self.__dict__.setdefault("_kept", []).append(bytearray(1024))
+        kept = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        kept[0] = 1
+        self.__dict__.setdefault("_kept", []).append(kept)
         return super().lend(peer_epoch, pages, **more)
 
 
