@@ -116,14 +116,18 @@ def measure(cluster: Cluster, prompts: Prompts, rounds: int, tokens: int) -> dic
     return found
 
 
+def losses(found: dict[str, list[Asked]]) -> list[float]:
+    """What shm takes beyond `null`, as a share of that, pair by pair."""
+    return [on.all / off.all - 1 for on, off in zip(found["shm"], found["null"], strict=True)]
+
+
 def judged(found: dict[str, list[Asked]]) -> list[Goal]:
     """Computing a prompt takes seconds, now and then a hundredth more or less, which is more than the goal: so the
     delay is told from what a first token takes beside the engine's computing."""
-    rounds = list(zip(found["shm"], found["null"], found["colocated"], strict=True))
-    losses = [on.all / off.all - 1 for on, off, _ in rounds]
-    later = median(on.beside - alone.beside for on, _, alone in rounds)
+    loss = median(losses(found))
+    later = median(on.beside - alone.beside for on, alone in zip(found["shm"], found["colocated"], strict=True))
     return [
-        Goal("what the transfer costs prefill, by CPU time", median(losses), MOST_LOSS, MOST_LOSS, at_most=True),
+        Goal("what the transfer costs prefill, by CPU time", loss, MOST_LOSS, MOST_LOSS, at_most=True),
         Goal("ms of a first token beyond colocated, computing apart", later * 1e3, MOST_MS, MOST_MS, at_most=True),
     ]
 
@@ -138,8 +142,8 @@ def told(found: dict[str, list[Asked]]) -> list[str]:
             f"all others {ms['others']:.1f}; {ms['beside']:,.1f} beside computing, of which the engine waited "
             f"{ms['waited']:.1f} for a core"
         ]
-    losses = sorted(on.all / off.all - 1 for on, off in zip(found["shm"], found["null"], strict=True))
-    lines.append(f"shm against null, CPU, by pairs: {', '.join(f'{100 * loss:+.1f} %' for loss in losses)}")
+    pairs = ", ".join(f"{100 * loss:+.1f} %" for loss in sorted(losses(found)))
+    lines.append(f"shm against null, CPU, by pairs: {pairs}")
     return lines
 
 

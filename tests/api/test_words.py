@@ -69,7 +69,7 @@ def test_words_that_were_met_are_not_tokenized_again(monkeypatch: pytest.MonkeyP
     text = "<a>he wrote  down 12 ships, and he wrote\nmore<|im_start|>"
     expected = whole(tokenizer, text)
     assert found.ids(text) == expected
-    monkeypatch.setattr(found, "_encode", lambda *_, **__: pytest.fail("it was tokenized again"))
+    monkeypatch.setattr(words, "encoded", lambda *_, **__: pytest.fail("it was tokenized again"))
     assert found.ids(text) == expected
 
 

@@ -27,7 +27,7 @@ from quiesce.api.messages import Message, size_of
 from quiesce.api.structure import unusable
 from quiesce.api.toolcalls import MARKERS, Form, form_of
 from quiesce.api.tools import in_words
-from quiesce.api.words import Words
+from quiesce.api.words import Words, encoded
 from quiesce.engine.grammar import GrammarError, Grammars
 
 THREADS = 2
@@ -127,13 +127,12 @@ class TextModel:
         return await self._in_thread(lambda: self._ids(text, special))
 
     def _ids(self, text: str, special: bool) -> list[int]:
-        """Without the offsets in the text, which cost a tenth more. A long text would push everybody's words out."""
+        """A long text would push everybody's words out."""
         if len(text) <= SHORT and not (special and self._around):
             known = self._words.ids(text)
             if known is not None:
                 return known
-        found: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
-        return found
+        return encoded(self._tokenizer, text, special)
 
     async def encode_chat(
         self,

@@ -27,11 +27,17 @@ RULE = (
 )
 
 
+def encoded(tokenizer: Tokenizer, text: str, special: bool = False) -> list[int]:
+    """By the tokenizer itself, without the offsets in the text, which cost a tenth more."""
+    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+    return ids
+
+
 class Words:
     """`ids` of one tokenizer's texts, with nothing around them. Any thread may ask."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._encode = tokenizer.encode_batch_fast
+        self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self._added = {token.content: [id] for id, token in added.items()}
         self._known = dict(self._added)
@@ -48,10 +54,10 @@ class Words:
             return list(chain.from_iterable(map(known.__getitem__, pieces)))
         except KeyError:
             new = [piece for piece in dict.fromkeys(pieces) if piece not in known]
-        made = {piece: self._encoded(piece) for piece in new[:NEW]}
+        made = {piece: encoded(self._tokenizer, piece) for piece in new[:NEW]}
         self._keep(made)
         if len(new) > NEW:
-            return self._encoded(text)
+            return encoded(self._tokenizer, text)
         return list(chain.from_iterable(made[piece] if piece in made else known[piece] for piece in pieces))
 
     def _pieces(self, text: str) -> list[str]:
@@ -63,11 +69,6 @@ class Words:
             pieces.append(token)
             pieces += found(after)
         return pieces
-
-    def _encoded(self, text: str) -> list[int]:
-        """Without the offsets in the text, which cost a tenth more."""
-        ids: list[int] = self._encode([text], add_special_tokens=False)[0].ids
-        return ids
 
     def _keep(self, made: dict[str, list[int]]) -> None:
         if len(self._known) + len(made) > MOST:

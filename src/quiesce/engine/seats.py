@@ -110,6 +110,10 @@ class Seats:
         self._held[seat] = most
         self._room = None
 
+    def within(self, pages: int) -> bool:
+        """Whether no seat has ever had a page outside a pool of so many."""
+        return self.lowest_page >= 0 and self.highest_page < pages
+
     def _place_tables(self) -> None:
         self._rows[:, 2] = np.arange(len(self._rows)) * self._pages.shape[1]
         self.native.pages = self._pages.ctypes.data
@@ -175,7 +179,7 @@ def check_seats(
     seats: Seats, rows: Sequence[Row], config: ModelConfig, kv: KVPool, context_length: int, by: Library
 ) -> None:
     """As `batch.check_rows`, of all at once; `rows` are sound among themselves. Raises EngineError."""
-    if seats.lowest_page < 0 or seats.highest_page >= kv.pages:
+    if not seats.within(kv.pages):
         raise EngineError(f"a seat names a page outside 0..{kv.pages - 1}")
     others = [page for row in rows for page in {*row.pages[row.start // kv.page_size : -(-row.end // kv.page_size)]}]
     bounds = library.Bounds(config.vocab_size, context_length, kv.pages)

@@ -69,7 +69,7 @@ class DecodeLoop:
 
     def begin(self, seats: Seats) -> bool:
         """Starts a step of all who sit. False: not one for this loop."""
-        if seats.lowest_page < 0 or seats.highest_page >= self._bounds.pages:
+        if not seats.within(self._bounds.pages):
             return False
         if len(seats) > self._places:
             self._make_places(-(-len(seats) // PLACES) * PLACES)
