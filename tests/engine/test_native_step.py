@@ -1,10 +1,12 @@
 """The whole native step, every level that this CPU can run, against plain PyTorch and against itself."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from engine.families import VARIANTS, make
 from engine.feeding import GREEDY, last_logits, prompt_of, scattered_pages
@@ -12,6 +14,7 @@ from engine.test_deterministic import alone, run_mixed
 from quiesce.engine.batch import Row
 from quiesce.engine.engine import Engine
 from quiesce.engine.native.library import levels
+from quiesce.engine.native.model import NativeModel
 from tiny_model import make_tiny_llama
 
 STARTS = [(0, 1), (1, 1), (63, 1), (64, 1), (130, 1), (0, 70), (5, 20), (100, 45)]  # and new tokens
@@ -186,3 +189,29 @@ def test_a_page_size_that_plain_pytorch_cannot_have_deterministic(tmp_path: Path
     prompt = prompt_of(100)
     whole = last_logits(engine, prompt, [100], scattered_pages(engine, 100))
     assert np.array_equal(last_logits(engine, prompt, [33, 66, 1], [5, 6, 7]), whole)
+
+
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("threads", [1, 3])
+def test_states_that_are_needed_are_those_of_a_step_that_makes_all(tmp_path: Path, level: str, threads: int) -> None:
+    """The last layer leaves out the others, whose keys and values are written all the same."""
+    folder = make_tiny_llama(tmp_path, heads=6, kv_heads=3, head_dim=32, layers=2, vocab=301)
+    engine = make_engine(folder, 16, level, "bfloat16", threads=threads)
+    model = engine._model
+    assert isinstance(model, NativeModel)
+    counts, needed = [70, 1, 3, 130, 1, 5], np.array([1, 1, 0, 2, 0, 5])
+    rows = [Row(prompt_of(n, seed=n + at, vocab=250), 0, range(9 * at, 9 * at + 9)) for at, n in enumerate(counts)]
+    flat = model.plan(rows, engine.kv)
+    made = []
+    for wanted in (None, needed, np.zeros_like(needed)):
+        engine.kv.tensor.fill_(float("nan"))
+        hidden = model.forward(replace(flat, needed=wanted), engine.kv)
+        written = engine.kv.tensor[[page for row in rows for page in row.pages[: -(-row.end // 16)]]]
+        assert written.isfinite().all()
+        made.append((hidden, written.clone()))
+    (whole, all_written), (some, some_written), (_, none_written) = made
+    assert torch.equal(all_written, some_written) and torch.equal(all_written, none_written)
+    for end, count in zip(np.cumsum(counts), needed, strict=True):
+        assert torch.equal(whole[end - count : end], some[end - count : end])
+    first_of_all = counts[0] - 2  # not needed, and not made
+    assert not torch.equal(whole[first_of_all], some[first_of_all])

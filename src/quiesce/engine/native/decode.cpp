@@ -9,7 +9,7 @@ extern "C" {
 // Of step.cpp, at the level that the engine runs.
 struct Calls {
     int32_t (*sound)(const Seats *, const Bounds *, const int64_t *, int64_t);
-    int32_t (*forward)(void *, const int32_t *, const Row *, int64_t, const int32_t *, void *, float *);
+    int32_t (*forward)(void *, const int32_t *, const Row *, int64_t, const int64_t *, const int32_t *, void *, float *);
     int32_t (*logits)(void *, const float *, int64_t, float *, int64_t, float *, Best *);
     int32_t (*draw)(const Seats *, const float *, const float *, const Best *, int64_t, int64_t *);
 };
@@ -36,7 +36,8 @@ bool step(const Desk &desk) {
     const Seats &seats = *desk.seats;
     if (!desk.calls.sound(&seats, &desk.bounds, nullptr, 0)) return false;
     for (int64_t at = 0; at < seats.count; at++) desk.tokens[at] = (int32_t)seats.tokens[at];
-    if (desk.calls.forward(desk.stepper, desk.tokens, seats.rows, seats.count, seats.pages, desk.pool, desk.hidden))
+    if (desk.calls.forward(desk.stepper, desk.tokens, seats.rows, seats.count, nullptr, seats.pages, desk.pool,
+                           desk.hidden))
         return false;
     if (desk.calls.logits(desk.stepper, desk.hidden, seats.count, desk.logits, desk.bounds.vocab, desk.peaks,
                           desk.bests))

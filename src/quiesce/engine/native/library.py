@@ -72,7 +72,7 @@ class Bounds(Structure):
 
 UNDER = 64  # logits under a peak, as in peaks.h
 ROW_FIELDS = 3  # count, start, table: int64
-ABI = 4000000 + ctypes.sizeof(Model) * 1000 + ctypes.sizeof(Layer) + 8 * ROW_FIELDS + ctypes.sizeof(Seats)
+ABI = 5000000 + ctypes.sizeof(Model) * 1000 + ctypes.sizeof(Layer) + 8 * ROW_FIELDS + ctypes.sizeof(Seats)
 
 # As in sampling.h. A temperature of 0 is greedy; `chance` is uniform in [0, 1).
 WISH = np.dtype(
@@ -129,10 +129,19 @@ class Library:
         self.calls.quiesce_close(stepper)
 
     def forward(
-        self, stepper: Address, tokens: Address, rows: Address, count: int, pages: Address, pool: Address, to: Address
+        self,
+        stepper: Address,
+        tokens: Address,
+        rows: Address,
+        count: int,
+        needed: Address | None,
+        pages: Address,
+        pool: Address,
+        to: Address,
     ) -> None:
-        """Tokens and page tables int32; `count` rows of ROW_FIELDS int64; hidden states float32 to `to`."""
-        if self.calls.quiesce_forward(stepper, tokens, rows, count, pages, pool, to):
+        """Tokens and page tables int32; `count` rows of ROW_FIELDS int64; hidden states float32 to `to`: those of the
+        last `needed` tokens of each row, int64, or of all."""
+        if self.calls.quiesce_forward(stepper, tokens, rows, count, needed, pages, pool, to):
             raise EngineError(f"the native step ({self.level}) got no memory for this many tokens")
 
     def logits(self, stepper: Address, hidden: Address, rows: int, out: Address, apart: int, peaks: Peaks) -> None:
@@ -181,7 +190,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "quiesce_product": (None, (c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)),
     "quiesce_open": (c_void_p, (POINTER(Model),)),
     "quiesce_close": (None, (c_void_p,)),
-    "quiesce_forward": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)),
+    "quiesce_forward": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, *(c_void_p,) * 4)),
     "quiesce_logits": (c_int32, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p)),
     "quiesce_chances": (None, (c_void_p, c_void_p, c_int64, c_void_p)),
     "quiesce_draw": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p)),

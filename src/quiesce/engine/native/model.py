@@ -43,6 +43,7 @@ class Flat:
 
     tokens: np.ndarray  # int32
     rows: np.ndarray  # int64 [rows, ROW_FIELDS]
+    needed: np.ndarray | None  # int64 [rows]: of how many tokens, from the row's end, the states are; None: of all
     pages: np.ndarray  # int32: all page tables, one after the other
     wanted: torch.Tensor | None
     samplers: list[int]  # the row each wanted token behind the seats' belongs to
@@ -99,7 +100,7 @@ class NativeModel:
         """Lay out checked rows, in their order, behind those that sit."""
         seated = 0 if seats is None else len(seats)
         if seats is not None and not rows:
-            return Flat(seats.tokens.astype(np.int32), seats.described, seats.tables, None, [], {})
+            return Flat(seats.tokens.astype(np.int32), seats.described, None, seats.tables, None, [], {})
         counts = np.array([len(row.tokens) for row in rows], np.int64)
         tables = [row.pages if type(row.pages) is array else array("i", row.pages) for row in rows]
         described = np.empty((len(rows), library.ROW_FIELDS), np.int64)
@@ -107,6 +108,7 @@ class NativeModel:
         described[:, 1] = [row.start for row in rows]
         described[:, 2] = np.cumsum([0, *map(len, tables)])[:-1]
         ends = np.cumsum(counts) + seated
+        needed = np.array([len(row.tokens) if row.scored else row.sample is not None for row in rows], np.int64)
         samplers = [number for number, row in enumerate(rows) if row.sample is not None]
         tokens = np.fromiter(chain.from_iterable([row.tokens for row in rows]), np.int32, int(ends[-1]) - seated)
         pages = np.frombuffer(b"".join(tables), np.int32)
@@ -115,9 +117,11 @@ class NativeModel:
             described = np.concatenate([seats.described, described])
             tokens = np.concatenate([seats.tokens.astype(np.int32), tokens])
             pages = np.concatenate([seats.tables, pages])
+            needed = np.concatenate([np.ones(seated, np.int64), needed])
         return Flat(
             tokens=tokens,
             rows=described,
+            needed=needed,
             pages=pages,
             wanted=torch.from_numpy(np.concatenate([np.arange(seated), ends[samplers] - 1])),
             samplers=samplers,
@@ -125,13 +129,15 @@ class NativeModel:
         )
 
     def forward(self, batch: Flat, kv: KVPool) -> torch.Tensor:
-        """Compute all tokens, write their K and V, and return hidden states, float32 [tokens, hidden]."""
+        """Compute all tokens, write their K and V, and return hidden states, float32 [tokens, hidden]: of those that
+        are needed; of others something else."""
         hidden = torch.empty((len(batch.tokens), self.config.hidden_size))
         self.library.forward(
             self._stepper,
             batch.tokens.ctypes.data,
             batch.rows.ctypes.data,
             len(batch.rows),
+            None if batch.needed is None else batch.needed.ctypes.data,
             batch.pages.ctypes.data,
             kv.tensor.data_ptr(),
             hidden.data_ptr(),

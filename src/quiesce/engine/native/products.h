@@ -102,7 +102,7 @@ template <class T> const auto *unpacked(const T *panel, long depth) {
 
 // Where a core's caches are small, a product is cut: so many rows, whose activations stay in the second-level cache, and
 // so much of a panel, which stays in the first, while sums wait in memory. Elsewhere it is not.
-constexpr long TALL = HALVED ? 48 : INT32_MAX, DEEP = HALVED ? 384 : INT32_MAX;
+constexpr long TALL = HALVED ? 48 : INT32_MAX, DEEP = HALVED ? 576 : INT32_MAX;
 constexpr long WAITING = HALVED ? TALL / ROWS : 1;  // tiles
 
 // Cache lines from `at` on, of which each call asks for the next; the last is asked for again, which costs nothing.
@@ -113,6 +113,15 @@ struct Lines {
         at += at < last ? 64 : 0;
     }
 };
+
+// As vectors: what a compiler makes of a memset of this size takes as long as a tenth of a tile's product.
+template <int R> inline void clear(Floats (&sums)[R][SPAN]) {
+    for (auto &row : sums)
+        for (auto &sum : row) {
+            sum = Floats{};
+            asm("" ::: "memory");
+        }
+}
 
 // Rows first to end of a panel's result from their sums.
 template <int R>
@@ -210,7 +219,7 @@ void rows_product(const Act<T> *x, long apart, long rows, const Matrix &m, float
                     constexpr int R = count;
                     auto &sums = (Floats(&)[R][SPAN])waiting[HALVED ? r0 / ROWS : 0];
                     const Act<T> *from = x + r0 * apart + k;
-                    if (k == 0) memset(sums, 0, sizeof sums);
+                    if (k == 0) clear(sums);
                     if constexpr (GROUPED<T>) {
                         const Group *groups = (const Group *)w + k / GROUP;
                         if (tiles == 1) {

@@ -32,8 +32,8 @@ namespace {
 
 struct Stepper {
     virtual ~Stepper() = default;
-    virtual void forward(const int32_t *tokens, const Row *rows, long row_count, const int32_t *pages, void *pool,
-                         float *hidden) = 0;
+    virtual void forward(const int32_t *tokens, const Row *rows, long row_count, const int64_t *needed,
+                         const int32_t *pages, void *pool, float *hidden) = 0;
     virtual void logits(const float *hidden, long rows, float *out, long outs, float *peaks, Best *bests) = 0;
 };
 
@@ -48,7 +48,7 @@ template <class T, class C> struct StepOf : Stepper {
     };
     struct Tile {
         const Row *row;
-        long first, token, count;  // `first` of the batch is the row's `token`-th
+        long first, token, count, to;  // `first` of the batch is the row's `token`-th, and attended at `to`
     };
 
     Model m;
@@ -58,7 +58,9 @@ template <class T, class C> struct StepOf : Stepper {
     const Paging paging;
     std::vector<Attention<C>> attention;
     std::vector<Token> tokens;
-    std::vector<Tile> tiles;
+    std::vector<Tile> tiles, last_tiles;
+    std::vector<long> kept;  // tokens that the last layer computes beyond their keys and values
+    std::vector<float> last_hidden;  // theirs
     std::vector<X> normed, attended, gated;
     std::vector<Q> queries;
     std::vector<float> wide;  // a product's result: qkv, or gate and up
@@ -71,10 +73,10 @@ template <class T, class C> struct StepOf : Stepper {
 
     static long padded(long width) { return up(width, 32) + 32; }  // vectors may run over the end of a row
 
-    void forward(const int32_t *ids, const Row *rows, long row_count, const int32_t *pages, void *memory,
-                 float *hidden) override {
-        plan(ids, rows, row_count, pages);
-        const long n = (long)tokens.size();
+    void forward(const int32_t *ids, const Row *rows, long row_count, const int64_t *needed, const int32_t *pages,
+                 void *memory, float *hidden) override {
+        plan(ids, rows, row_count, needed, pages);
+        const long n = (long)tokens.size(), state_bytes = m.hidden * (long)sizeof(float);
         reserve(n);
         C *pool = (C *)memory;
         auto work = [&](int part) {
@@ -88,12 +90,15 @@ template <class T, class C> struct StepOf : Stepper {
                 for (long t = n * part / team.size; t < n * (part + 1) / team.size; t++)
                     place(t, n, layer, in_layer);
                 team.meet();
-                attend(in_layer, pages, n, part);
-                times(attended, q_dim, layer.out, m.hidden, n, hidden, m.hidden, true, part);
-                normalise(hidden, n, layer.mlp_norm, part);
-                times(normed, m.hidden, layer.gate_up, 2 * m.inner, n, wide.data(), padded(2 * m.inner), false, part);
-                gate(n, part);
-                times(gated, m.inner, layer.down, m.hidden, n, hidden, m.hidden, true, part);
+                if (number + 1 < m.layers || (long)kept.size() == n) {
+                    attend(tiles, in_layer, pages, n, part);
+                    after_attention(layer, n, hidden, part);
+                } else {
+                    for_kept(hidden, part, [&](float *state, float *last) { memcpy(last, state, state_bytes); });
+                    attend(last_tiles, in_layer, pages, n, part);
+                    after_attention(layer, (long)kept.size(), last_hidden.data(), part);
+                    for_kept(hidden, part, [&](float *state, float *last) { memcpy(state, last, state_bytes); });
+                }
             }
         };
         team.run(work);
@@ -126,16 +131,40 @@ template <class T, class C> struct StepOf : Stepper {
         team.meet();
     }
 
-    void plan(const int32_t *ids, const Row *rows, long row_count, const int32_t *pages) {
-        tokens.clear();
-        tiles.clear();
-        const long step = Attention<C>::tokens_at_once(group);
+    // Of a layer, what is computed of `n` tokens that have attended, in their states.
+    void after_attention(const Layer &layer, long n, float *states, int part) {
+        times(attended, q_dim, layer.out, m.hidden, n, states, m.hidden, true, part);
+        normalise(states, n, layer.mlp_norm, part);
+        times(normed, m.hidden, layer.gate_up, 2 * m.inner, n, wide.data(), padded(2 * m.inner), false, part);
+        gate(n, part);
+        times(gated, m.inner, layer.down, m.hidden, n, states, m.hidden, true, part);
+    }
+
+    // f(state, its place among those that the last layer computes) for each of those.
+    template <class F> void for_kept(float *hidden, int part, F f) {
+        for (long i = part; i < (long)kept.size(); i += team.size)
+            f(hidden + kept[i] * m.hidden, &last_hidden[i * m.hidden]);
+    }
+
+    // `needed`: how many of each row's tokens, from its end, somebody wants the states of; null: all. The last layer is
+    // computed for those, for of others nothing reads more of it than keys and values.
+    void plan(const int32_t *ids, const Row *rows, long row_count, const int64_t *needed, const int32_t *pages) {
+        tokens.clear(), tiles.clear(), last_tiles.clear(), kept.clear();
         for (const Row *row = rows; row < rows + row_count; row++) {
-            for (long t = 0; t < row->count; t += step)
-                tiles.push_back({row, (long)tokens.size() + t, t, row->count - t < step ? row->count - t : step});
+            const long first = (long)tokens.size(), spared = needed ? row->count - needed[row - rows] : 0;
+            cut(row, first, 0, first, tiles);
+            cut(row, first, spared, (long)kept.size(), last_tiles);
+            for (long t = spared; t < row->count; t++) kept.push_back(first + t);
             for (long p = row->start; p < row->start + row->count; p++)
                 tokens.push_back({*ids++, pages[row->table + p / m.page_size], p, p % m.page_size});
         }
+    }
+
+    // Tiles of a row that is the batch's from `first` on, from its token `t` on, which are attended at `to` and behind.
+    void cut(const Row *row, long first, long t, long to, std::vector<Tile> &made) const {
+        const long step = Attention<C>::tokens_at_once(group);
+        for (; t < row->count; t += step, to += step)
+            made.push_back({row, first + t, t, row->count - t < step ? row->count - t : step, to});
     }
 
     void reserve(long n) {
@@ -146,6 +175,7 @@ template <class T, class C> struct StepOf : Stepper {
         grow(attended, n * padded(q_dim));
         grow(gated, n * padded(m.inner));
         grow(queries, n * q_dim);
+        grow(last_hidden, (long)kept.size() * m.hidden);
         grow(wide, n * padded(2 * m.inner > qkv_dim ? 2 * m.inner : qkv_dim));
     }
 
@@ -213,7 +243,7 @@ template <class T, class C> struct StepOf : Stepper {
     }
 
     // Threads share the tiles, or where those are few, each tile's heads.
-    void attend(const C *in_layer, const int32_t *pages, long n, int part) {
+    void attend(const std::vector<Tile> &tiles, const C *in_layer, const int32_t *pages, long n, int part) {
         const long heads = (long)tiles.size() < team.size ? 1 : m.kv_heads, shares = m.kv_heads / heads;
         const long tasks = (long)tiles.size() * shares;
         auto task = [&](long number) {
@@ -226,7 +256,7 @@ template <class T, class C> struct StepOf : Stepper {
             made.start = tile.row->start + tile.token;
             made.pool = in_layer + head * m.head_dim;
             made.pages = pages + tile.row->table;
-            made.out = &attended[tile.first * padded(q_dim) + head * group * m.head_dim];
+            made.out = &attended[tile.to * padded(q_dim) + head * group * m.head_dim];
             made.outs = padded(q_dim);
             return made;
         };
@@ -267,7 +297,7 @@ template <class F> auto with_kind(int kind, F f) {
 #define API extern "C" __attribute__((visibility("default")))
 
 // Sizes of the structures above, so that a stale library is noticed.
-API int64_t quiesce_abi() { return 4000000 + sizeof(Model) * 1000 + sizeof(Layer) + sizeof(Row) + sizeof(Seats); }
+API int64_t quiesce_abi() { return 5000000 + sizeof(Model) * 1000 + sizeof(Layer) + sizeof(Row) + sizeof(Seats); }
 
 API int64_t quiesce_packed_bytes(int32_t kind, int64_t n, int64_t depth) {
     return with_kind(kind, [&](auto t) { return packed_bytes<decltype(t)>(n, depth); });
@@ -307,11 +337,12 @@ API void *quiesce_open(const Model *model) {
 
 API void quiesce_close(void *stepper) { delete (Stepper *)stepper; }
 
-// Keys and values of all rows' tokens go to `pool`, hidden states to `hidden` [tokens, hidden]. 0, or 1: no memory.
+// Keys and values of all rows' tokens go to `pool`, hidden states to `hidden` [tokens, hidden]: those of the last
+// `needed` of each row (null: of all), and of others something else. 0, or 1: no memory.
 API int32_t quiesce_forward(void *stepper, const int32_t *tokens, const Row *rows, int64_t row_count,
-                            const int32_t *pages, void *pool, float *hidden) {
+                            const int64_t *needed, const int32_t *pages, void *pool, float *hidden) {
     try {
-        ((Stepper *)stepper)->forward(tokens, rows, row_count, pages, pool, hidden);
+        ((Stepper *)stepper)->forward(tokens, rows, row_count, needed, pages, pool, hidden);
         return 0;
     } catch (const std::bad_alloc &) {
         return 1;
