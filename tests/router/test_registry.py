@@ -136,6 +136,16 @@ def test_scenario_d43_both_members_of_a_pair_must_be_available() -> None:
     assert pairing.choose(pairing.usable([p, d], 0.0, registry.patience), pairing.Wish(3)) is not None
 
 
+def test_a_server_of_colocated_workers_does_not_ask_for_prefill() -> None:
+    registry = Registry()
+    (one,) = up(registry, "colocated-0")
+    registry.on_link(one, up=False)
+    left = pairing.usable([one], 0.0, registry.patience)
+    assert pairing.missing(left, [one]) == ["no colocated worker is usable"]
+    (p,) = up(registry, "prefill-0")
+    assert pairing.missing(left, [one, p]) == ["no prefill worker is usable", "no decode worker is usable"]
+
+
 def test_the_least_loaded_pair_is_chosen_and_ties_go_round() -> None:
     registry = Registry()
     workers = up(registry, "prefill-0", "prefill-1", "decode-0", "decode-1")

@@ -29,7 +29,7 @@ def report(registry: Registry, now: float, draining: bool, work: Standing) -> tu
     """(a request can be served, JSON-able detail)"""
     workers = list(registry.workers.values())
     usable = pairing.usable(workers, now, registry.patience)
-    missing = pairing.missing(usable)
+    missing = pairing.missing(usable, workers)
     still = work.still(registry, now)
     stuck = still > registry.patience.stalled
     healthy = not missing and not draining and not stuck

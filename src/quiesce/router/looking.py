@@ -56,7 +56,7 @@ class Looking:
     def refusal(self) -> ApiError | None:
         if self.draining:
             return unavailable("the server is shutting down", "draining", retry_after=5)
-        why = pairing.missing(self._usable())
+        why = pairing.missing(self._usable(), self.registry.workers.values())
         if why:
             return unavailable(f"no workers can serve this now: {'; '.join(why)}; see /health", "no_workers")
         return None

@@ -117,11 +117,14 @@ def agreed_limit(workers: Iterable[Worker]) -> int | None:
     return min([limit, *(worker.latest.agreed for worker in found if worker.latest.agreed)])
 
 
-def missing(workers: Iterable[Worker]) -> list[str]:
-    """What keeps these workers from forming a pair, for people; empty when there is a pair."""
+def missing(workers: Iterable[Worker], registered: Iterable[Worker] = ()) -> list[str]:
+    """What keeps these workers from forming a pair, for people; empty when there is a pair. `registered`: those that
+    cannot be used now as well, which tell what kind of workers this server has."""
     found = list(workers)
     if context_limit(found) is not None:
         return []
+    if {worker.role for worker in registered} == {"colocated"}:
+        return ["no colocated worker is usable"]
     prefill = [worker for worker in found if worker.role == "prefill"]
     decode = [worker for worker in found if worker.role == "decode"]
     if not prefill or not decode:
